@@ -1,0 +1,103 @@
+"""Small fixed sets of bucket shapes for variable-length data in JAX.
+
+Importing this package, and planning, load neither JAX nor Grain: each name loads its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shapebucket.buckets import ArraySpec, Bucket, BucketPlan, PlanReport
+    from shapebucket.errors import (
+        LayoutError,
+        LengthsError,
+        MissingExtraError,
+        OverlongError,
+        PlanError,
+        ScheduleError,
+        ShapebucketError,
+        SignatureError,
+        StateError,
+        StepError,
+    )
+    from shapebucket.layout import Feature, Layout
+    from shapebucket.lengths import LengthTable, measure
+    from shapebucket.loader_report import LoaderReport
+    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
+    from shapebucket.padding import length_mask, pad, unpad
+    from shapebucket.planner import plan_buckets
+    from shapebucket.schedule import Schedule, ScheduledBatch
+    from shapebucket.step import BATCH, CompiledStep, CompileReport
+    from shapebucket.watch import CompileCounter
+
+_MODULES = {
+    "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
+    "errors": (
+        "LayoutError",
+        "LengthsError",
+        "MissingExtraError",
+        "OverlongError",
+        "PlanError",
+        "ScheduleError",
+        "ShapebucketError",
+        "SignatureError",
+        "StateError",
+        "StepError",
+    ),
+    "layout": ("Feature", "Layout"),
+    "lengths": ("LengthTable", "measure"),
+    "loader_report": ("LoaderReport",),
+    "loading": ("BucketedIterDataset", "BucketedMapDataset"),
+    "padding": ("length_mask", "pad", "unpad"),
+    "planner": ("plan_buckets",),
+    "schedule": ("Schedule", "ScheduledBatch"),
+    "step": ("BATCH", "CompileReport", "CompiledStep"),
+    "watch": ("CompileCounter",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "BATCH",
+    "ArraySpec",
+    "Bucket",
+    "BucketPlan",
+    "BucketedIterDataset",
+    "BucketedMapDataset",
+    "CompileCounter",
+    "CompileReport",
+    "CompiledStep",
+    "Feature",
+    "Layout",
+    "LayoutError",
+    "LengthTable",
+    "LengthsError",
+    "LoaderReport",
+    "MissingExtraError",
+    "OverlongError",
+    "PlanError",
+    "PlanReport",
+    "Schedule",
+    "ScheduleError",
+    "ScheduledBatch",
+    "ShapebucketError",
+    "SignatureError",
+    "StateError",
+    "StepError",
+    "length_mask",
+    "measure",
+    "pad",
+    "plan_buckets",
+    "unpad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

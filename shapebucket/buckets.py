@@ -1,0 +1,366 @@
+"""Bucket and BucketPlan: the only answer to "which bucket?" and "what shape is that?".
+
+Letters in shapes: `B` rows of a batch, `N` samples, `A` axes of the layout, `K` buckets of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shapebucket.errors import LayoutError, OverlongError, PlanError
+from shapebucket.layout import Layout
+from shapebucket.tables import render
+
+Masks = Literal["mask", "length"]
+EXAMPLE_MASK = "example_mask"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one array of a batch; quacks like `jax.ShapeDtypeStruct`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One static shape: a size for each axis, and a number of rows.
+
+    Attributes:
+        axes: (name, size) pairs in the layout's order; sizes are inclusive upper bounds, in elements.
+        batch_size: rows of a batch.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        for name, size in (*self.axes, ("batch_size", self.batch_size)):
+            if size < 1:
+                raise PlanError(f"a bucket's sizes must be at least 1, but {name} is {size}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, in elements."""
+        return dict(self.axes)
+
+    def __str__(self) -> str:
+        return f"[{self.batch_size} × {' '.join(f'{name}={size}' for name, size in self.axes)}]"
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan does to given lengths, before any remainder batch is formed.
+
+    All counts are exact integers; elements are those of `Layout.elements`.
+
+    Attributes:
+        samples: samples in each bucket.
+        real_elements: their real elements, after cutting to the bucket where a sample is overlong.
+        padded_elements: the elements computed on, padding included.
+        overlong: samples longer than every bucket; they are counted in the bucket they would be cut to.
+        pad_to_max_elements: the elements computed on if every sample were padded to one shape that holds them all.
+        least_elements: a lower bound: no plan of as many buckets and the same alignment computes on fewer elements. The
+            planner's knowledge: None for a report on other lengths or of a plan made by hand.
+    """
+
+    samples: tuple[int, ...]
+    real_elements: tuple[int, ...]
+    padded_elements: tuple[int, ...]
+    overlong: int
+    pad_to_max_elements: int
+    least_elements: int | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PlanReport:
+        """Makes a report from its fields as JSON gives them, lists for tuples."""
+        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})  # pyright: ignore[reportArgumentType]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the samples in each bucket; sums to 1."""
+        total = sum(self.samples)
+        return tuple(count / total for count in self.samples)
+
+    @property
+    def padding_fractions(self) -> tuple[float, ...]:
+        """1 − real / padded for each bucket, 0 for an empty one."""
+        return tuple(map(padding_fraction, self.real_elements, self.padded_elements))
+
+    @property
+    def padding_fraction(self) -> float:
+        """1 − real / padded over all buckets."""
+        return padding_fraction(sum(self.real_elements), sum(self.padded_elements))
+
+    @property
+    def pad_to_max(self) -> float:
+        """The padding fraction of one shape that holds every sample."""
+        return padding_fraction(sum(self.real_elements), self.pad_to_max_elements)
+
+    @property
+    def lower_bound(self) -> float | None:
+        """The padding fraction that no plan of as many buckets can go below, where known."""
+        return None if self.least_elements is None else padding_fraction(sum(self.real_elements), self.least_elements)
+
+
+def padding_fraction(real: int, padded: int) -> float:
+    """Returns 1 − real / padded, or 0 where nothing is computed on."""
+    return 1 - real / padded if padded else 0.0
+
+
+@dataclass(frozen=True, init=False)
+class BucketPlan:
+    """A small fixed set of bucket shapes: what the planner makes, the loader pads to and the step compiles for.
+
+    Attributes:
+        layout: which axes of a sample vary.
+        buckets: the shapes, from the cheapest row to the dearest; a sample goes to the first that holds it.
+        masks: what a batch carries beside the features: `"mask"`, a bool mask [B, size] for each axis, or `"length"`,
+            int32 lengths [B], which are cheaper to transfer (`length_mask` makes the mask inside jit). A bool
+            `example_mask` [B] comes with either.
+        planned: what the plan does to the lengths it was made from, if it was made from lengths; not part of its identity.
+    """
+
+    layout: Layout
+    buckets: tuple[Bucket, ...]
+    masks: Masks
+    planned: PlanReport | None = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        layout: Layout,
+        buckets: Iterable[Bucket],
+        *,
+        masks: Masks = "mask",
+        planned: PlanReport | None = None,
+    ) -> None:
+        """Makes a plan by hand; `plan_buckets` makes the best one.
+
+        Raises:
+            PlanError: for no buckets, two of one shape, or a bucket whose axes are not the layout's.
+            LayoutError: if a mask's key would clash with a feature's.
+        """
+        if masks not in get_args(Masks):
+            raise PlanError(f"masks must be one of {get_args(Masks)}, but got {masks!r}")
+        every = list(buckets)
+        for bucket in every:
+            if tuple(bucket.sizes) != layout.axes:
+                raise PlanError(f"{bucket} has the axes {tuple(bucket.sizes)}, but the layout has {layout.axes}")
+        if len({bucket.axes for bucket in every}) != len(every) or not every:
+            listed = ", ".join(map(str, every)) or "none"
+            raise PlanError(f"a plan needs at least one bucket, and no two of one shape; got {listed}")
+        ordered = sorted(every, key=lambda bucket: (int(layout.elements(list(bucket.sizes.values()))), bucket))
+        keys = [f"{axis}_{masks}" for axis in layout.axes] + [EXAMPLE_MASK]
+        for clash in {feature.path[0] for feature in layout.features}.intersection(keys):
+            raise LayoutError(
+                "a batch has a mask of this name: rename the feature with .map(), or the axis in the layout", path=clash
+            )
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "buckets", tuple(ordered))
+        object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "planned", planned)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """The buckets' sizes, int64 [K, A], in elements."""
+        return np.array([list(bucket.sizes.values()) for bucket in self.buckets], np.int64)
+
+    @cached_property
+    def _size_tuples(self) -> list[tuple[int, ...]]:
+        return [tuple(sizes) for sizes in self.sizes.tolist()]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the shapes: equal for two plans that give the same batches for the same samples."""
+        shapes = {key: value for key, value in self.to_json().items() if key != "planned"}
+        return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16]
+
+    def find(self, lengths: Mapping[str, int] | Sequence[int]) -> Bucket:
+        """Returns the bucket of a sample: the cheapest that holds it.
+
+        Args:
+            lengths: the sample's length on each axis, in elements, by name or in the layout's order.
+
+        Raises:
+            OverlongError: if none holds it.
+        """
+        if isinstance(lengths, Mapping):
+            lengths = [lengths[axis] for axis in self.layout.axes]
+        index = self.index(lengths)
+        if index is None:
+            named = {axis: int(length) for axis, length in zip(self.layout.axes, lengths, strict=True)}
+            raise OverlongError(named, str(self.buckets[-1]))
+        return self.buckets[index]
+
+    def index(self, lengths: Sequence[int]) -> int | None:
+        """Returns the position in `buckets` of a sample's bucket, or None if none holds it.
+
+        Args:
+            lengths: the sample's length on each axis, in elements, in the layout's order.
+        """
+        for position, sizes in enumerate(self._size_tuples):
+            for length, size in zip(lengths, sizes, strict=True):
+                if length > size:
+                    break
+            else:
+                return position
+        return None
+
+    def assign(self, lengths: npt.ArrayLike, *, truncate: bool = False) -> npt.NDArray[np.int32]:
+        """Finds the bucket of every sample.
+
+        Args:
+            lengths: integers [N, A].
+            truncate: whether a sample that fits no bucket goes to the one that keeps most of its elements.
+
+        Returns:
+            int32 [N], positions in `buckets`; -1 for a sample that fits none.
+        """
+        table = np.asarray(lengths)
+        if table.ndim != 2 or table.shape[1] != len(self.layout.axes):
+            raise PlanError(f"lengths must be [N, {len(self.layout.axes)}], one column an axis; got {table.shape}")
+        found = np.full(len(table), -1, np.int32)
+        for index in reversed(range(len(self))):
+            found[(table <= self.sizes[index]).all(axis=1)] = index
+        if truncate:
+            overlong = np.flatnonzero(found < 0)
+            kept = np.stack([self.layout.elements(np.minimum(table[overlong], sizes)) for sizes in self.sizes])
+            found[overlong] = np.argmax(kept, axis=0)
+        return found
+
+    def report(self, lengths: npt.ArrayLike) -> PlanReport:
+        """Reports what the plan does to the given lengths, integers [N, A]; overlong samples count as cut."""
+        table = np.asarray(lengths, np.int64)
+        assigned = self.assign(table, truncate=True)
+        sizes = self.sizes[assigned]
+        real = self.layout.elements(np.minimum(table, sizes))
+        counts = np.bincount(assigned, minlength=len(self))
+        return PlanReport(
+            samples=tuple(counts.tolist()),
+            real_elements=tuple(int(real[assigned == k].sum()) for k in range(len(self))),
+            padded_elements=tuple((counts * self.layout.elements(self.sizes)).tolist()),
+            overlong=int((table > sizes).any(axis=1).sum()),
+            pad_to_max_elements=len(table) * int(self.layout.elements(self.sizes.max(axis=0))),
+        )
+
+    def batch_spec(self, bucket: Bucket) -> dict[str, Any]:
+        """Returns the shapes and dtypes of a bucket's batch, as a tree of `ArraySpec` with the batch's structure.
+
+        Raises:
+            LayoutError: if a feature's dtype is not known.
+        """
+        specs = [
+            ArraySpec((bucket.batch_size, *feature.shape(bucket.sizes)), feature.known_dtype)
+            for feature in self.layout.features
+        ]
+        batch = self.layout.to_tree(specs)
+        for axis, size in bucket.axes:
+            shape = (bucket.batch_size, size) if self.masks == "mask" else (bucket.batch_size,)
+            batch[f"{axis}_{self.masks}"] = ArraySpec(shape, np.dtype(bool if self.masks == "mask" else np.int32))
+        batch[EXAMPLE_MASK] = ArraySpec((bucket.batch_size,), np.dtype(bool))
+        return batch
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as JSON values; `from_json` takes them back."""
+        planned = self.planned
+        return {
+            "version": _VERSION,
+            "layout": self.layout.to_json(),
+            "masks": self.masks,
+            "buckets": [{"axes": bucket.sizes, "batch_size": bucket.batch_size} for bucket in self.buckets],
+            "planned": None if planned is None else asdict(planned),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> BucketPlan:
+        """Makes a plan from what `to_json` returned.
+
+        Raises:
+            PlanError: for another version, or values that are not a plan's.
+        """
+        if value.get("version") != _VERSION:
+            raise PlanError(f"the plan has version {value.get('version')!r}, but this shapebucket reads {_VERSION}")
+        try:
+            planned = value["planned"]
+            return cls(
+                Layout.from_json(value["layout"]),
+                [Bucket(tuple(item["axes"].items()), item["batch_size"]) for item in value["buckets"]],
+                masks=value["masks"],
+                planned=None if planned is None else PlanReport.from_json(planned),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"not a plan: {error!r} while reading it") from error
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what the plan does to the lengths it was made from, as JSON values: for tools.
+
+        Raises:
+            PlanError: if it was not made from lengths.
+        """
+        planned = self.planned
+        if planned is None:
+            raise PlanError("the plan was made by hand: plan.report(lengths) tells what it does to given lengths")
+        facts = zip(self.buckets, planned.shares, planned.padding_fractions, strict=True)
+        return {
+            "buckets": [
+                {"axes": bucket.sizes, "batch_size": bucket.batch_size, "share": share, "padding_fraction": padding}
+                for bucket, share, padding in facts
+            ],
+            "padding_fraction": planned.padding_fraction,
+            "lower_bound": planned.lower_bound,
+            "pad_to_max": planned.pad_to_max,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            PlanError: naming the file, if it holds no plan of this version.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, PlanError) as error:
+            raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
+
+    def __str__(self) -> str:
+        report = self.planned
+        elements = self.layout.elements(self.sizes)
+        header = [*self.layout.axes, "batch", "elements"] + (["share", "padding"] if report else [])
+        rows = [
+            [*map(str, bucket.sizes.values()), str(bucket.batch_size), f"{bucket.batch_size * int(each):,}"]
+            for bucket, each in zip(self.buckets, elements, strict=True)
+        ]
+        if report is not None:
+            for row, share, padding in zip(rows, report.shares, report.padding_fractions, strict=True):
+                row += [f"{share:.1%}", f"{padding:.1%}"]
+        title = f"{len(self)} buckets for {self.layout}"
+        if report is None:
+            return render(title, header, rows)
+        overlong = f"; {report.overlong:,} samples are cut to fit" if report.overlong else ""
+        return render(
+            title,
+            header,
+            rows,
+            caption=f"padding {report.padding_fraction:.1%}, against {report.pad_to_max:.1%} in one shape, over "
+            f"{sum(report.samples):,} samples{overlong}",
+        )

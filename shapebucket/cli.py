@@ -1,0 +1,98 @@
+"""The command `shapebucket`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shapebucket.errors import ShapebucketError
+from shapebucket.lengths import LengthTable
+from shapebucket.planner import plan_buckets
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0, or 2 with a message for input that cannot be used."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ShapebucketError, FileNotFoundError) as error:
+        print(f"shapebucket: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("shapebucket", description="Bucket shapes for variable-length data in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser(
+        "plan",
+        help="choose bucket shapes from a file of lengths",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    plan.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
+    plan.add_argument("--max-buckets", type=int, default=8, metavar="K", help="the most buckets")
+    size = plan.add_mutually_exclusive_group()
+    size.add_argument(
+        "--token-budget", type=int, metavar="N", help="padded elements a batch may hold (or --batch-size)"
+    )
+    size.add_argument("--batch-size", type=int, metavar="B", help="rows of every bucket (1 if neither is given)")
+    plan.add_argument("--multiple-of", type=int, default=1, metavar="M", help="every size is a multiple of it")
+    plan.add_argument("--max-size", type=int, metavar="L", help="no bucket is larger; longer samples count as cut")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for BucketPlan.load")
+    plan.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    plan.set_defaults(run=_plan)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small model on bucketed text, and measure what it gains",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "shapebucket"
+    demo.add_argument(
+        "--out", type=Path, default=Path("shapebucket-demo"), metavar="DIR", help="for report and pictures"
+    )
+    demo.add_argument("--data-dir", type=Path, default=cache, metavar="DIR", help="the TFDS data set; reused")
+    demo.add_argument("--quick", action="store_true", help="a part of the corpus and few steps: under a minute")
+    demo.add_argument("--steps", type=int, metavar="N", help="steps of the bucketed run (120; 32 with --quick)")
+    demo.add_argument("--max-buckets", type=int, default=8, metavar="K", help="buckets of the plan")
+    demo.add_argument("--token-budget", type=int, default=4096, metavar="N", help="padded tokens of a batch")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> None:
+    lengths = LengthTable.load(options.file)
+    batch_size = options.batch_size or (None if options.token_budget else 1)
+    plan = plan_buckets(
+        lengths,
+        max_buckets=options.max_buckets,
+        token_budget=options.token_budget,
+        batch_size=batch_size,
+        multiple_of=options.multiple_of,
+        max_size=options.max_size,
+    )
+    if options.out:
+        plan.save(options.out)
+    print(json.dumps(plan.summary()) if options.json else plan)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from shapebucket.demo.config import DemoConfig
+    from shapebucket.demo.run import run_demo
+
+    steps = options.steps or (32 if options.quick else 120)
+    config = DemoConfig(
+        out=options.out,
+        data_dir=options.data_dir,
+        quick=options.quick,
+        max_buckets=options.max_buckets,
+        token_budget=options.token_budget,
+        steps=steps,
+    )
+    run_demo(config)

@@ -1,0 +1,224 @@
+"""The demo: real text, optimal buckets, a model trained on them, and what a user would do instead beside it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shapebucket.buckets import BucketPlan, padding_fraction
+from shapebucket.demo.config import DemoConfig
+from shapebucket.demo.corpus import data_source, directory
+from shapebucket.demo.runs import RUNS, RunInput, StepRecord, Turn, rows_for_budget, run_in_turns
+from shapebucket.layout import Layout
+from shapebucket.lengths import LengthTable, measure
+from shapebucket.planner import plan_buckets
+from shapebucket.plots import Throughput, plot_lengths, plot_throughput
+from shapebucket.tables import progress_bars, render
+
+_LABELS = {
+    "bucketed": "shapebucket",
+    "pad_to_max": "pad to the longest",
+    "batch_max": "pad each batch to its longest, jit",
+}
+
+
+def run_demo(config: DemoConfig) -> dict[str, Any]:
+    """Runs the demo, prints its tables, and writes its report and pictures to `config.out`.
+
+    Returns:
+        The report, as it is written to report.json.
+    """
+    started = time.perf_counter()
+    config.out.mkdir(parents=True, exist_ok=True)
+    source = data_source(config)
+    lengths = _lengths(config, source)
+    plan = plan_buckets(
+        lengths,
+        max_buckets=config.max_buckets,
+        token_budget=config.token_budget,
+        multiple_of=8,
+        max_size=config.max_length,
+    )
+    plan.save(config.out / "plan.json")
+    print(f"\n{plan}\n", flush=True)
+    runs = _take_turns(config, plan, lengths)
+    report = _report(config, plan, lengths, runs)
+    (config.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    plot_lengths(lengths, plan, config.out / "lengths.png")
+    plot_throughput(
+        {
+            _LABELS[name]: Throughput(run.seconds_ahead, [(s.seconds, s.compile_seconds, s.real) for s in run.steps])
+            for name, run in runs.items()
+        },
+        config.out / "throughput.png",
+    )
+    print(_table(report))
+    print(f"\nwrote report.json, plan.json, lengths.png and throughput.png to {config.out}", end="")
+    print(f" in {time.perf_counter() - started:.0f} s")
+    return report
+
+
+def _lengths(config: DemoConfig, source: Any) -> LengthTable:
+    """Returns the lengths of the data set, measured once and kept beside it."""
+    path = directory(config) / "lengths.npz"
+    if path.exists():
+        return LengthTable.load(path)
+    lengths = measure(source, Layout({"tokens": "s"}))
+    lengths.save(path)
+    return lengths
+
+
+class Run(NamedTuple):
+    """What was seen of a run.
+
+    Attributes:
+        seconds_ahead: spent before the first step: compiling ahead, where the run does.
+        turns: its turns.
+    """
+
+    seconds_ahead: float
+    turns: list[Turn]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The steps of all turns."""
+        return [step for turn in self.turns for step in turn.steps]
+
+
+def _take_turns(config: DemoConfig, plan: BucketPlan, lengths: LengthTable) -> dict[str, Run]:
+    """Runs all of `RUNS`, turn by turn."""
+    rounds = 2 if config.quick else 4
+    part = {"bucketed": 1.0, "pad_to_max": 0.15, "batch_max": 0.25 if config.quick else 0.9}
+    steps = {name: max(1, round(config.steps * part[name] / rounds)) for name in RUNS}
+    turns: dict[str, list[Turn]] = {name: [] for name in RUNS}
+    ahead: dict[str, float] = {}
+    rows = rows_for_budget(lengths, config)
+    with progress_bars() as bars:
+        bar = {name: bars.add_task(_LABELS[name], total=None, note="compiles ahead") for name in RUNS}
+        with _processes([RunInput(name, config, plan, lengths, rows) for name in RUNS]) as pipes:
+            for name, pipe in pipes.items():
+                ahead[name] = pipe.recv()
+                bars.update(bar[name], total=steps[name] * rounds, note="waits")
+            for _ in range(rounds):
+                for name, pipe in pipes.items():
+                    pipe.send(steps[name])
+                    while (answer := pipe.recv()) is True:
+                        bars.update(bar[name], advance=1, note="runs")
+                    turns[name].append(answer)
+                    bars.update(bar[name], note=f"{answer.compiles} compiles")
+    return {name: Run(ahead[name], turns[name]) for name in RUNS}
+
+
+@contextmanager
+def _processes(inputs: Sequence[RunInput]) -> Generator[dict[str, Connection]]:
+    """Starts a process for each run, one after the other, and ends them."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes: list[Any] = []
+    try:
+        for given in inputs:
+            pipes[given.name], theirs = context.Pipe()
+            process = context.Process(target=run_in_turns, args=(given, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+        yield pipes
+        for pipe in pipes.values():
+            pipe.send(0)
+        for process in processes:
+            process.join(timeout=30)
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _report(config: DemoConfig, plan: BucketPlan, lengths: LengthTable, seen: Mapping[str, Run]) -> dict[str, Any]:
+    assert plan.planned is not None
+    runs = [_run(name, each) for name, each in seen.items()]
+    rate = {name: np.array([_rate(turn.steps) for turn in each.turns]) for name, each in seen.items()}
+    return {
+        "plan": plan.to_json() | {"padding_fraction": plan.planned.padding_fraction},
+        "runs": runs,
+        "real_tokens_per_s_ratio_to": {
+            name: {
+                "value": runs[0]["real_tokens_per_s"] / run["real_tokens_per_s"],
+                "spread": [float((rate["bucketed"] / rate[name]).min()), float((rate["bucketed"] / rate[name]).max())],
+            }
+            for name, run in zip(RUNS[1:], runs[1:], strict=True)
+        },
+        "samples": len(lengths),
+        "token_budget": config.token_budget,
+        "max_length": config.max_length,
+        "environment": {
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            **{name: version(name) for name in ("jax", "jaxlib", "grain", "numpy", "tensorflow-datasets", "botocore")},
+        },
+    }
+
+
+def _run(name: str, run: Run) -> dict[str, Any]:
+    steps = run.steps
+    real = sum(step.real for step in steps)
+    compiling = sum(step.compile_seconds for step in steps)
+    seconds = sum(step.seconds for step in steps)
+    tenth = max(1, len(steps) // 10)
+    last = run.turns[-1]
+    return {
+        "name": name,
+        "padding_fraction": padding_fraction(real, sum(step.padded for step in steps)),
+        "real_tokens_per_s": real / seconds,
+        "real_tokens_per_s_without_compiling": real / (seconds - compiling),
+        "seconds_ahead": run.seconds_ahead,
+        "steps": len(steps),
+        "compiles": last.compiles,
+        "compiles_after_start": last.compiles_after_start,
+        "executables": last.executables,
+        "rss_mb": last.rss_mb,
+        "first_loss": float(np.mean([step.loss for step in steps[:tenth]])),
+        "last_loss": float(np.mean([step.loss for step in steps[-tenth:]])),
+    }
+
+
+def _rate(steps: Sequence[StepRecord]) -> float:
+    return sum(step.real for step in steps) / sum(step.seconds for step in steps)
+
+
+def _table(report: Mapping[str, Any]) -> str:
+    header = [
+        *("", "padding", "real tokens/s", "…without compiling", "steps", "compiles", "after start", "ahead s", "held"),
+        *("RSS MB", "loss"),
+    ]
+    rows = [
+        [
+            _LABELS[run["name"]],
+            f"{run['padding_fraction']:.1%}",
+            f"{run['real_tokens_per_s']:,.0f}",
+            f"{run['real_tokens_per_s_without_compiling']:,.0f}",
+            str(run["steps"]),
+            str(run["compiles"]),
+            str(run["compiles_after_start"]),
+            f"{run['seconds_ahead']:.1f}",
+            str(run["executables"]),
+            f"{run['rss_mb']:,.0f}",
+            f"{run['first_loss']:.2f} → {run['last_loss']:.2f}",
+        ]
+        for run in report["runs"]
+    ]
+    ratios = "; ".join(
+        f"{each['value']:.1f} × {_LABELS[name]} ({each['spread'][0]:.1f} to {each['spread'][1]:.1f} a turn)"
+        for name, each in report["real_tokens_per_s_ratio_to"].items()
+    )
+    planned = report["plan"]["padding_fraction"]
+    return render("", header, rows, caption=f"the plan promised {planned:.1%} padding; real tokens/s: {ratios}", text=1)

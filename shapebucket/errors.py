@@ -1,0 +1,96 @@
+"""Every exception that shapebucket raises on purpose.
+
+Each says the rule, the value received and where, what is allowed, and what to do next; the facts are attributes, so
+that a program can act on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class ShapebucketError(Exception):
+    """The base of all of them."""
+
+
+class LayoutError(ShapebucketError, ValueError):
+    """A sample does not fit the layout, or a layout contradicts itself.
+
+    Attributes:
+        path: the leaf's path, such as `"image/pixels"`; empty where no single leaf is at fault.
+        sample: the sample's index in its data set, where known.
+    """
+
+    def __init__(self, problem: str, *, path: str = "", sample: int | None = None) -> None:
+        self.problem = problem
+        self.path = path
+        self.sample = sample
+        where = [f"sample {sample}"] if sample is not None else []
+        where += [f"feature {path!r}"] if path else []
+        super().__init__(f"{', '.join(where)}: {problem}" if where else problem)
+
+    def at(self, sample: int) -> LayoutError:
+        """Returns the same error with the sample's index in it."""
+        return LayoutError(self.problem, path=self.path, sample=sample)
+
+
+class LengthsError(ShapebucketError, ValueError):
+    """Lengths that cannot be: NaN, negative, fractional, or of another layout."""
+
+
+class PlanError(ShapebucketError, ValueError):
+    """A plan that cannot be made, or a plan file that cannot be read."""
+
+
+class OverlongError(ShapebucketError, ValueError):
+    """A sample fits no bucket and the policy is `overlong="error"`.
+
+    Attributes:
+        lengths: the sample's length on each axis, in elements.
+        sample: the sample's index in its data set, where known.
+        count: how many samples fit no bucket, where known.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        largest: str,
+        *,
+        sample: int | None = None,
+        count: int | None = None,
+    ) -> None:
+        self.lengths = dict(lengths)
+        self.sample = sample
+        self.count = count
+        which = "a sample" if sample is None else f"sample {sample}"
+        others = f" ({count:,} samples fit no bucket; this is the first)" if count else ""
+        super().__init__(
+            f"{which} with lengths {self.lengths} fits no bucket of the plan (the largest: {largest}){others}. "
+            'Plan with the longest sample in view, or say overlong="truncate" to cut such samples or '
+            'overlong="drop" to leave them out; both are counted in the report.'
+        )
+
+
+class ScheduleError(ShapebucketError, ValueError):
+    """A schedule that cannot be made, or a data set that does not match the lengths it was planned from."""
+
+
+class StateError(ShapebucketError, ValueError):
+    """An iterator state that belongs to another plan, configuration or data set."""
+
+
+class StepError(ShapebucketError, RuntimeError):
+    """A compiled step used out of order: called before `compile`, or compiled without a batch."""
+
+
+class SignatureError(ShapebucketError, TypeError):
+    """A compiled step was called with something it was not compiled for. Donated buffers are intact."""
+
+
+class MissingExtraError(ShapebucketError, ImportError):
+    """A part of shapebucket needs a package that is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.extra = extra
+        super().__init__(f"{package} is not installed; get it with: pip install 'shapebucket[{extra}]'")

@@ -1,0 +1,181 @@
+"""LengthTable: the lengths of every sample, and how to take them.
+
+Letters in shapes: `N` samples, `A` axes of the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.layout import Layout, Tree
+from shapebucket.tables import track
+
+ABSENT = -1
+_LAYOUT_KEY = "__layout__"
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTable:
+    """The lengths of every sample of a data set, in its order.
+
+    Attributes:
+        axes: the names of the columns.
+        values: int32 [N, A], in elements; a row of -1 stands for an element that the data set does not have (`None`, as
+            `grain.MapDataset.filter` leaves it).
+        layout: the layout they were measured with, dtypes included, if they were measured.
+    """
+
+    axes: tuple[str, ...]
+    values: npt.NDArray[np.int32]
+    layout: Layout | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which elements the data set has, bool [N]."""
+        return self.values[:, 0] != ABSENT
+
+    @classmethod
+    def of(cls, lengths: LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike], axes: Sequence[str]) -> LengthTable:
+        """Makes a table from lengths that come from elsewhere: a column of a data frame, say.
+
+        Args:
+            lengths: one array [N] for each axis by name; or, where there is one axis, the array alone. A table passes
+                through.
+            axes: the names of the axes.
+
+        Raises:
+            LengthsError: for NaN, infinite, fractional, negative or too large lengths (over 2³¹ − 1), columns of
+                unequal length, or other axes.
+        """
+        if isinstance(lengths, LengthTable):
+            columns: Mapping[str, Any] = {axis: lengths.values[:, i] for i, axis in enumerate(lengths.axes)}
+        elif isinstance(lengths, Mapping):
+            columns = cast(Mapping[str, Any], lengths)
+        elif len(axes) == 1:
+            columns = {axes[0]: lengths}
+        else:
+            raise LengthsError(f"the layout has the axes {tuple(axes)}: give a dict with one array of lengths for each")
+        if set(columns) != set(axes):
+            raise LengthsError(f"the lengths have the axes {tuple(columns)}, but the layout has {tuple(axes)}")
+        if isinstance(lengths, LengthTable):
+            return lengths if lengths.axes == tuple(axes) else cls(tuple(axes), np.stack([columns[a] for a in axes], 1))
+        arrays = [_whole_numbers(columns[axis], axis) for axis in axes]
+        if len({len(array) for array in arrays}) > 1:
+            raise LengthsError(
+                f"the axes have unequal numbers of samples: {dict(zip(axes, map(len, arrays), strict=True))}"
+            )
+        return cls(tuple(axes), np.stack(arrays, axis=1))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the table to an `.npz` file: one array an axis, and the layout."""
+        layout = json.dumps(self.layout.to_json() if self.layout else None)
+        columns = {axis: self.values[:, i] for i, axis in enumerate(self.axes)}
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **{_LAYOUT_KEY: np.array(layout)}, **columns)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LengthTable:
+        """Reads lengths: what `save` wrote, an `.npz` with one array [N] an axis, or an `.npy` [N] (the axis is "s").
+
+        Raises:
+            LengthsError: naming the file, for one that holds no lengths.
+        """
+        try:
+            content = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
+        if isinstance(content, np.ndarray):
+            return cls.of(content, ["s"])
+        with content:
+            arrays = {name: content[name] for name in content.files}
+        saved = arrays.pop(_LAYOUT_KEY, None)
+        if not arrays:
+            raise LengthsError(f"{os.fspath(path)!r} holds no arrays: an .npz file of lengths has one for each axis")
+        if saved is None:
+            return cls.of(arrays, list(arrays))
+        layout = json.loads(str(saved))
+        values = np.stack(list(arrays.values()), axis=1).astype(np.int32)
+        return cls(tuple(arrays), values, Layout.from_json(layout) if layout else None)
+
+
+def measure(
+    dataset: Sequence[Tree | None] | Iterable[Tree], layout: Layout | None = None, *, progress: bool = True
+) -> LengthTable:
+    """Takes the lengths of every sample of a data set.
+
+    Args:
+        dataset: samples: a `grain.MapDataset` or `grain.IterDataset` before `.repeat()` and `.batch()`, a TFDS data
+            source (read in chunks through its `__getitems__`), a list, or any iterable that ends.
+        layout: which axes vary; inferred from samples if not given.
+        progress: whether to show a progress bar on standard error.
+
+    Returns:
+        The table, in the data set's order, with the layout and its dtypes.
+
+    Raises:
+        LayoutError: with the sample's index, if one does not fit the layout.
+        LengthsError: for a data set without samples, or without end.
+    """
+    if layout is None:
+        layout = Layout.infer(cast(Sequence[Tree], dataset))
+    total = len(cast(Sequence[Any], dataset)) if hasattr(dataset, "__len__") else None
+    if total is not None and total >= sys.maxsize:
+        raise LengthsError("the data set has no end: measure it before .repeat()")
+    absent = (ABSENT,) * len(layout.axes)
+    rows: list[tuple[int, ...]] = []
+    for index, sample in enumerate(track(_samples(dataset, total), "measure", total=total, enabled=progress)):
+        if sample is None:
+            rows.append(absent)
+            continue
+        try:
+            if not layout.has_dtypes:
+                layout = layout.with_dtypes(sample)
+            rows.append(layout.lengths(sample))
+        except LayoutError as error:
+            raise error.at(index) from None
+    if not any(row is not absent for row in rows):
+        raise LengthsError(f"the data set has no samples ({len(rows)} elements, all absent)" if rows else "no samples")
+    return LengthTable(layout.axes, np.array(rows, np.int32), layout)
+
+
+def _samples(dataset: Any, total: int | None) -> Iterator[Tree | None]:
+    """Yields every element in order, absent ones as None."""
+    if total is None or not hasattr(dataset, "__getitem__"):
+        yield from dataset
+    elif hasattr(dataset, "__getitems__"):
+        for start in range(0, total, _CHUNK):
+            yield from dataset.__getitems__(list(range(start, min(start + _CHUNK, total))))
+    else:
+        for index in range(total):
+            yield dataset[index]
+
+
+def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:
+    """Returns lengths as int32 [N] if they are lengths."""
+    array = np.asarray(column)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise LengthsError(
+            f"the lengths of axis {axis!r} must be numbers [N], but got {array.dtype} {list(array.shape)}"
+        )
+    wrong = ~np.isfinite(array) | (array != np.floor(array)) | (array < 0) | (array > np.iinfo(np.int32).max)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise LengthsError(
+            f"axis {axis!r}: {int(wrong.sum()):,} lengths are not whole numbers from 0 to 2³¹ − 1; the first is "
+            f"{array[first]} of sample {first}: drop or mend such samples first"
+        )
+    return array.astype(np.int32)

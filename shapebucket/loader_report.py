@@ -1,0 +1,102 @@
+"""LoaderReport: what became of every sample that a loader was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from shapebucket.buckets import BucketPlan, padding_fraction
+from shapebucket.errors import ScheduleError
+from shapebucket.tables import render
+
+Remainder = Literal["pad", "drop"]
+Overlong = Literal["error", "truncate", "drop"]
+
+
+def check_policies(remainder: str, overlong: str) -> None:
+    """Raises ScheduleError for a policy that does not exist, listing those that do."""
+    for name, value, allowed in (
+        ("remainder", remainder, get_args(Remainder)),
+        ("overlong", overlong, get_args(Overlong)),
+    ):
+        if value not in allowed:
+            raise ScheduleError(f"{name} must be one of {allowed}, but got {value!r}")
+
+
+@dataclass(frozen=True)
+class LoaderReport:
+    """Counts, in samples, batches and elements (those of `Layout.elements`). Every sample is in exactly one of them.
+
+        seen  =  sum(samples) + overlong_dropped + remainder_dropped + waiting
+
+    Attributes:
+        plan: the plan of the loader.
+        batches: batches of each bucket.
+        samples: samples emitted in each bucket.
+        real_elements: real elements emitted in each bucket.
+        truncated: samples cut to fit; they are among `samples`.
+        overlong_dropped: samples left out since they fit no bucket.
+        remainder_dropped: samples left out since they filled no batch.
+        waiting: samples taken from the source that no batch holds yet; 0 for a schedule.
+        absent: elements that the data set does not have (filtered out before the loader); they are no samples.
+    """
+
+    plan: BucketPlan
+    batches: Sequence[int]
+    samples: Sequence[int]
+    real_elements: Sequence[int]
+    truncated: int
+    overlong_dropped: int
+    remainder_dropped: int
+    waiting: int
+    absent: int
+
+    @property
+    def seen(self) -> int:
+        """Samples taken from the source."""
+        return sum(self.samples) + self.overlong_dropped + self.remainder_dropped + self.waiting
+
+    @property
+    def padded_elements(self) -> tuple[int, ...]:
+        """Elements computed on in each bucket, padding and padding rows included."""
+        rows = (count * bucket.batch_size for count, bucket in zip(self.batches, self.plan.buckets, strict=True))
+        return tuple(n * int(e) for n, e in zip(rows, self.plan.layout.elements(self.plan.sizes), strict=True))
+
+    @property
+    def padding_fraction(self) -> float:
+        """1 − real / padded over all batches, padding rows included."""
+        return padding_fraction(sum(self.real_elements), sum(self.padded_elements))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the counts as JSON values, without the plan."""
+        counts = {name: value for name, value in asdict(self).items() if name != "plan"}
+        return {**counts, "padding_fraction": self.padding_fraction}
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                *map(str, bucket.sizes.values()),
+                str(bucket.batch_size),
+                f"{batches:,}",
+                f"{samples:,}",
+                f"{samples / (batches * bucket.batch_size):.1%}" if batches else "–",
+                f"{padding_fraction(real, padded):.1%}",
+            ]
+            for bucket, batches, samples, real, padded in zip(
+                self.plan.buckets, self.batches, self.samples, self.real_elements, self.padded_elements, strict=True
+            )
+        ]
+        lost = {
+            "truncated": self.truncated,
+            "dropped as overlong": self.overlong_dropped,
+            "dropped with the remainder": self.remainder_dropped,
+            "waiting": self.waiting,
+            "absent": self.absent,
+        }
+        return render(
+            f"{self.seen:,} samples in {sum(self.batches):,} batches, padding {self.padding_fraction:.1%}",
+            [*self.plan.layout.axes, "batch", "batches", "samples", "rows used", "padding"],
+            rows,
+            caption=", ".join(f"{count:,} {name}" for name, count in lost.items()),
+        )

@@ -1,0 +1,318 @@
+"""BucketedIterDataset: bucketing a stream of samples whose lengths are not known in advance."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections import deque
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from shapebucket.buckets import BucketPlan
+from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies
+from shapebucket.padding import Row, pad_rows
+from shapebucket.schedule import promote
+
+_ANCHOR_EVERY = 16
+_ANCHORS = 1024
+
+
+class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
+    """Batches of bucket shapes from a stream: a `grain.IterDataset` over a `grain.IterDataset` of samples.
+
+    Each bucket collects samples as they come and emits a batch when it is full; when the stream ends, what is left is
+    emitted with masked rows. Where the lengths can be known in advance, `BucketedMapDataset` is the better loader.
+
+    The state of an iterator is small JSON and exact: the parent's state shortly before the oldest sample that still
+    waits, and which samples since then wait. Restoring reads the parent again from there, so `max_wait` bounds the
+    cost of a restore.
+    """
+
+    def __init__(
+        self,
+        parent: grain.IterDataset[Any],
+        plan: BucketPlan,
+        *,
+        max_wait: int | None = None,
+        remainder: Remainder = "pad",
+        overlong: Overlong = "error",
+    ) -> None:
+        """Makes the stage; reads nothing.
+
+        Args:
+            parent: the samples: dicts of arrays as the plan's layout says.
+            plan: the buckets.
+            max_wait: the most samples that the stream goes on while a sample waits; then its bucket is emitted as it is,
+                with masked rows. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
+                B rows and share p fills in about B / p samples.
+            remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
+                samples out.
+            overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
+
+        Raises:
+            ScheduleError: for a policy that does not exist, or a `max_wait` below 1.
+            LayoutError: if the plan does not know the dtypes.
+        """
+        super().__init__(parent)
+        check_policies(remainder, overlong)
+        if max_wait is not None and max_wait < 1:
+            raise ScheduleError(f"max_wait must be at least 1 sample, or None, but got {max_wait}")
+        plan.batch_spec(plan.buckets[0])
+        self.plan = plan
+        self.max_wait = max_wait
+        self.remainder: Remainder = remainder
+        self.overlong: Overlong = overlong
+        self._samples = parent
+        self._latest: BucketedDatasetIterator | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What a state must have been saved with to be restored here."""
+        return f"{self.plan.fingerprint}-{self.max_wait}-{self.remainder}-{self.overlong}"
+
+    def __iter__(self) -> BucketedDatasetIterator:
+        self._latest = BucketedDatasetIterator(iter(self._samples), self)
+        return self._latest
+
+    def report(self) -> LoaderReport:
+        """Counts what became of every sample of the iterator that was made last in this process; print it.
+
+        Raises:
+            ScheduleError: if there is none. Worker processes count on their own.
+        """
+        if self._latest is None:
+            raise ScheduleError("no iterator was made in this process yet, so there is nothing to report")
+        return self._latest.report()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+    def __str__(self) -> str:
+        return f"BucketedIterDataset(buckets={len(self.plan)}, max_wait={self.max_wait})"
+
+
+class _Waiting(NamedTuple):
+    """A sample in a bucket: its number in the stream, and its checked arrays."""
+
+    number: int
+    row: Row
+
+
+class _Counts:
+    """Plain counters, as they stand in a state."""
+
+    def __init__(self, buckets: int) -> None:
+        self.batches = [0] * buckets
+        self.samples = [0] * buckets
+        self.real_elements = [0] * buckets
+        self.truncated = 0
+        self.overlong_dropped = 0
+        self.remainder_dropped = 0
+        self.absent = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, list) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> _Counts:
+        counts = cls(len(value["batches"]))
+        vars(counts).update({name: list(each) if isinstance(each, list) else each for name, each in value.items()})
+        return counts
+
+
+class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
+    """The iterator of a `BucketedIterDataset`; not for several threads at once, as all of Grain's."""
+
+    def __init__(self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset) -> None:
+        super().__init__(parent)
+        self._source = parent
+        self._dataset = dataset
+        self._plan = dataset.plan
+        self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
+        self._reset()
+
+    def _reset(self) -> None:
+        """Returns to an empty stage before sample 0."""
+        self._seen = 0
+        self._waiting: list[list[_Waiting]] = [[] for _ in self._plan.buckets]
+        self._anchors: deque[tuple[int, Any]] = deque()
+        self._anchor_limit = _ANCHORS
+        self._counts = _Counts(len(self._plan))
+        self._flush: list[tuple[int, list[_Waiting]]] | None = None  # the last batches, once the parent has ended
+        self._flushed = 0
+
+    def __next__(self) -> dict[str, Any]:
+        self._replay()
+        while self._flush is None:
+            index = self._overdue()
+            if index is None:
+                try:
+                    index = self._read()
+                except StopIteration:
+                    self._end()
+                    break
+            if index is not None:
+                rows, self._waiting[index] = self._waiting[index], []
+                self._prune()
+                return self._batch(index, rows)
+        assert self._flush is not None
+        if self._flushed == len(self._flush):
+            raise StopIteration
+        self._flushed += 1
+        return self._batch(*self._flush[self._flushed - 1])
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state as JSON values, new ones each time and of constant structure."""
+        if self._saved is not None:
+            return copy.deepcopy(self._saved)
+        numbers = self._numbers()
+        start, parent = self._anchors[0] if numbers else (self._seen, self._source.get_state())
+        return {
+            "fingerprint": self._dataset.fingerprint,
+            "parent": copy.deepcopy(parent),
+            "start": start,
+            "seen": self._seen,
+            "waiting": ",".join(str(number - start) for number in numbers),
+            "flushed": self._flushed,
+            "counts": self._counts.to_json(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes a state that `get_state` returned; the samples that waited are read again at the next `next`.
+
+        Raises:
+            StateError: if it was saved with another plan or configuration.
+        """
+        found = state.get("fingerprint")
+        if found != self._dataset.fingerprint:
+            raise StateError(
+                f"the state was saved with the plan and policies {found!r}, but this loader has "
+                f"{self._dataset.fingerprint!r}: restore it into a loader with the plan file, max_wait, remainder and "
+                "overlong that it was saved with"
+            )
+        self._reset()
+        self._saved = copy.deepcopy(state)
+        self._counts = _Counts.from_json(state["counts"])
+
+    def report(self) -> LoaderReport:
+        """Counts what became of every sample so far."""
+        self._replay()
+        flushed = sum(len(rows) for _, rows in (self._flush or [])[: self._flushed])
+        waiting = len(self._numbers()) - flushed
+        if self._flush is not None:
+            waiting -= self._counts.remainder_dropped
+        return LoaderReport(plan=self._plan, waiting=waiting, **self._counts.to_json())
+
+    def _numbers(self) -> list[int]:
+        """The samples in buckets, ascending."""
+        return sorted(each.number for waiting in self._waiting for each in waiting)
+
+    def _replay(self) -> None:
+        """Reads the samples again that waited when the state was saved, if one was set."""
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        counts = self._counts
+        self._counts = _Counts(len(self._plan))
+        self._source.set_state(saved["parent"])
+        waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
+        self._seen = saved["start"]
+        while self._seen < saved["seen"]:
+            try:
+                sample = self._take()
+            except StopIteration:
+                raise StateError(
+                    f"the state was saved after {saved['seen']} samples, but the data set ends after {self._seen}: it is not "
+                    "the one that the state was saved with"
+                ) from None
+            if self._seen - 1 in waiting:
+                self._admit(sample)
+        self._counts = counts
+        self._flushed = saved["flushed"]
+
+    def _take(self) -> Any:
+        """Takes the next sample from the parent, noting the parent's state before it every few samples."""
+        if self._seen % _ANCHOR_EVERY == 0 or not self._anchors:
+            self._anchors.append((self._seen, self._source.get_state()))
+        sample = next(self._source)
+        self._seen += 1
+        return sample
+
+    def _read(self) -> int | None:
+        """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now."""
+        index = self._admit(self._take())
+        if index is not None and len(self._waiting[index]) == self._plan.buckets[index].batch_size:
+            return index
+        return None
+
+    def _admit(self, sample: Any) -> int | None:
+        """Puts a sample into its bucket; returns the bucket's position, or None if the sample is left out."""
+        number = self._seen - 1
+        if sample is None:
+            self._counts.absent += 1
+            return None
+        try:
+            row = Row(*self._plan.layout.check(sample))
+        except LayoutError as error:
+            raise error.at(number) from None
+        index = self._plan.index(row.lengths)
+        if index is None:
+            if self._dataset.overlong == "error":
+                named = dict(zip(self._plan.layout.axes, row.lengths, strict=True))
+                raise OverlongError(named, str(self._plan.buckets[-1]), sample=number)
+            if self._dataset.overlong == "drop":
+                self._counts.overlong_dropped += 1
+                return None
+            self._counts.truncated += 1
+            index = int(self._plan.assign([row.lengths], truncate=True)[0])
+        self._waiting[index].append(_Waiting(number, row))
+        return index
+
+    def _overdue(self) -> int | None:
+        """Returns the bucket whose oldest sample has waited too long, if one has."""
+        limit = self._dataset.max_wait
+        if limit is None:
+            return None
+        oldest = min(((waiting[0].number, k) for k, waiting in enumerate(self._waiting) if waiting), default=None)
+        return oldest[1] if oldest is not None and self._seen - oldest[0] >= limit else None
+
+    def _prune(self) -> None:
+        """Forgets the parent's states that no waiting sample needs."""
+        oldest = min((waiting[0].number for waiting in self._waiting if waiting), default=None)
+        if oldest is None:
+            self._anchors.clear()
+            return
+        while len(self._anchors) > 1 and self._anchors[1][0] <= oldest:
+            self._anchors.popleft()
+        if len(self._anchors) > self._anchor_limit:
+            positions = [position for position, _ in self._anchors]
+            needed = {bisect.bisect_right(positions, number) - 1 for number in self._numbers()}
+            self._anchors = deque(anchor for i, anchor in enumerate(self._anchors) if i in needed)
+            self._anchor_limit = max(_ANCHORS, 2 * len(self._anchors))
+
+    def _end(self) -> None:
+        """Decides on the last batches, once the parent has ended; the buckets stay as they are, for the state."""
+        self._flush = []
+        for partial in promote([len(waiting) for waiting in self._waiting], self._plan):
+            rows = [each for k, start, stop in partial.parts for each in self._waiting[k][start:stop]]
+            full = len(rows) == self._plan.buckets[partial.bucket].batch_size
+            if full or self._dataset.remainder == "pad":
+                self._flush.append((partial.bucket, rows))
+        if not self._flushed:
+            self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in self._flush)
+
+    def _batch(self, index: int, waiting: list[_Waiting]) -> dict[str, Any]:
+        """Pads the samples of a bucket, and counts them."""
+        bucket = self._plan.buckets[index]
+        rows = [each.row for each in waiting]
+        self._counts.batches[index] += 1
+        self._counts.samples[index] += len(rows)
+        lengths = np.minimum([row.lengths for row in rows], self._plan.sizes[index])
+        self._counts.real_elements[index] += int(self._plan.layout.elements(lengths).sum())
+        return pad_rows(rows, bucket, self._plan, truncate=self._dataset.overlong == "truncate")
+
+    def __str__(self) -> str:
+        return f"BucketedDatasetIterator(buckets={len(self._plan)})"

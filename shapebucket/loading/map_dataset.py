@@ -1,0 +1,120 @@
+"""BucketedMapDataset: the schedule as a Grain stage. Random access, and so the main loader."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any, overload
+
+import grain
+import numpy as np
+import numpy.typing as npt
+
+from shapebucket.buckets import BucketPlan
+from shapebucket.errors import LayoutError, ScheduleError
+from shapebucket.lengths import LengthTable
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder
+from shapebucket.padding import Row, pad_rows
+from shapebucket.schedule import Schedule
+
+
+class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
+    """Batches of bucket shapes by random access: a `grain.MapDataset` over a `grain.MapDataset` of samples.
+
+    Which samples form which batch is known before any is read (see `Schedule`), so the state of an iterator is one
+    integer, and the order does not depend on threads or worker processes. Epoch e of the parent feeds epoch e of the
+    loader, so `random_map` before it draws anew; shuffling before it does not work, and is found out: shuffle here.
+    """
+
+    def __init__(
+        self,
+        parent: grain.MapDataset[Any],
+        plan: BucketPlan,
+        lengths: LengthTable | npt.ArrayLike,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        remainder: Remainder = "pad",
+        overlong: Overlong = "error",
+    ) -> None:
+        """Plans the epochs; reads nothing.
+
+        Args:
+            parent: the samples: dicts of arrays as the plan's layout says.
+            plan: the buckets.
+            lengths: of every element of `parent`, in its order, as `measure(parent, layout)` gives them.
+            seed: of the order of samples.
+            shuffle: whether the order is random, another one each epoch.
+            remainder: `"pad"` fills the partial batches at the end of an epoch with masked rows, `"drop"` leaves their
+                samples out.
+            overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
+
+        Raises:
+            OverlongError: if a sample fits no bucket and the policy is `"error"`.
+            ScheduleError: if `lengths` is not of this data set, or no batch can be made.
+            LayoutError: if the plan does not know the dtypes.
+        """
+        super().__init__(parent)
+        plan.batch_spec(plan.buckets[0])
+        self.schedule = Schedule(lengths, plan, seed=seed, shuffle=shuffle, remainder=remainder, overlong=overlong)
+        if len(parent) != len(self.schedule.lengths):
+            raise ScheduleError(
+                f"the data set has {len(parent):,} elements, but lengths of {len(self.schedule.lengths):,} were given: measure "
+                "this data set, before .repeat() and .batch()"
+            )
+        self._samples = parent
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets."""
+        return self.schedule.plan
+
+    def report(self, epoch: int = 0) -> LoaderReport:
+        """Counts what becomes of every sample in an epoch; print it."""
+        return self.schedule.report(epoch)
+
+    def __len__(self) -> int:
+        """Batches of an epoch; the same in every epoch."""
+        return len(self.schedule)
+
+    @overload
+    def __getitem__(self, index: builtins.slice) -> grain.MapDataset[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: builtins.slice | int) -> grain.MapDataset[dict[str, Any]] | dict[str, Any]:
+        """Reads and pads a batch; see `pad` for what it holds. An index from `len` on is one of a later epoch.
+
+        Raises:
+            ScheduleError: if a sample has not the length it was measured with.
+            LayoutError: if a sample does not fit the layout.
+        """
+        if isinstance(index, slice):
+            return self.slice(index)
+        bucket, indices = self.schedule[index]
+        offset = index // len(self.schedule) * len(self._samples)
+        rows = [self._row(number, offset) for number in indices.tolist()]
+        return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
+
+    def _row(self, index: int, offset: int) -> Row:
+        sample = self._samples[offset + index]
+        if sample is None:
+            raise ScheduleError(
+                f"element {index} of the data set is None, but it had a length when it was measured: a filter before the "
+                "loader must decide alike each time; measure the filtered data set"
+            )
+        try:
+            row = Row(*self.plan.layout.check(sample))
+        except LayoutError as error:
+            raise error.at(index) from None
+        expected = self.schedule.lengths.values[index]
+        if not np.array_equal(row.lengths, expected):
+            axes = self.plan.layout.axes
+            raise ScheduleError(
+                f"sample {index} has lengths {dict(zip(axes, row.lengths, strict=True))}, but "
+                f"{dict(zip(axes, expected.tolist(), strict=True))} was measured: the lengths are of other data, or the data "
+                "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; for random "
+                "lengths use BucketedIterDataset"
+            )
+        return row
+
+    def __str__(self) -> str:
+        return f"BucketedMapDataset(buckets={len(self.plan)}, batches={len(self)})"

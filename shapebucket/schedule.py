@@ -1,0 +1,246 @@
+"""Schedule: a whole epoch's batches as indices, before any sample is read; numpy only.
+
+Letters in shapes: `N` samples, `M` batches of an epoch, `K` buckets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shapebucket.buckets import Bucket, BucketPlan
+from shapebucket.errors import OverlongError, ScheduleError
+from shapebucket.lengths import LengthTable
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies
+
+_EPOCHS_KEPT = 2
+
+
+class ScheduledBatch(NamedTuple):
+    """One batch before its samples are read.
+
+    Attributes:
+        bucket: its shape.
+        indices: which samples fill its rows, int32 or int64 [n], n ≤ bucket.batch_size; the other rows are padding.
+    """
+
+    bucket: Bucket
+    indices: npt.NDArray[np.signedinteger[Any]]
+
+
+class _Epoch(NamedTuple):
+    """One epoch: batch i holds rows[starts[i] : starts[i] + counts[i]] in bucket buckets[i]."""
+
+    rows: npt.NDArray[np.signedinteger[Any]]
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    buckets: npt.NDArray[np.int64]
+
+
+class Partial(NamedTuple):
+    """A batch made of leftovers: its bucket, and (bucket left over from, start, stop) of each part, by position."""
+
+    bucket: int
+    parts: list[tuple[int, int, int]]
+
+    @property
+    def rows(self) -> int:
+        """Real rows of the batch."""
+        return sum(stop - start for _, start, stop in self.parts)
+
+
+class Schedule:
+    """Which samples form each batch of each epoch, by random access: `schedule[i] → (bucket, indices)`.
+
+    Samples are taken in a random order that depends on seed and epoch alone, and go to their buckets; batches stand in
+    the order in which a stream would have filled them. What is left at the end of an epoch is promoted as a group into
+    the unfilled rows of larger buckets, nearest first, where it fits entirely; the remaining partial batches come last. The
+    number of batches is the same in every epoch, and batch i of epoch e is number `e * len(schedule) + i`.
+
+    It is a plain sequence over integers: the batch sampler of any framework's loader. An epoch is computed when it is
+    first asked for, in one pass over the samples; threads may share a schedule, and a pickled one carries no epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthTable | npt.ArrayLike,
+        plan: BucketPlan,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        remainder: Remainder = "pad",
+        overlong: Overlong = "error",
+    ) -> None:
+        """Plans the epochs.
+
+        Args:
+            lengths: the lengths of every sample, in the data set's order.
+            plan: the buckets.
+            seed: of the order of samples, a non-negative integer.
+            shuffle: whether the order is random, another one each epoch; else the data set's own.
+            remainder: what becomes of a partial batch at the end of an epoch: `"pad"` fills it with padding rows,
+                `"drop"` leaves its samples out of this epoch.
+            overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` (the loader cuts it to the
+                bucket that keeps most of it), or `"drop"`.
+
+        Raises:
+            OverlongError: if a sample fits no bucket and the policy is `"error"`.
+            ScheduleError: for a policy that does not exist, or if no batch is left.
+        """
+        check_policies(remainder, overlong)
+        if seed < 0:
+            raise ScheduleError(f"the seed must be a non-negative integer, but got {seed}")
+        self.plan = plan
+        self.lengths = LengthTable.of(lengths, plan.layout.axes)
+        self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
+        present = self.lengths.present
+        fits = plan.assign(self.lengths.values)
+        too_long = np.flatnonzero(present & (fits < 0))
+        if overlong == "error" and len(too_long):
+            first = int(too_long[0])
+            named = dict(zip(plan.layout.axes, self.lengths.values[first].tolist(), strict=True))
+            raise OverlongError(named, str(plan.buckets[-1]), sample=first, count=len(too_long))
+        bucket_of = fits.astype(np.int16)
+        if overlong == "truncate":
+            bucket_of[too_long] = plan.assign(self.lengths.values[too_long], truncate=True)
+        bucket_of[~present] = -1
+        self._bucket_of = bucket_of
+        kept = np.flatnonzero(bucket_of >= 0)
+        self._kept = kept.astype(np.int32 if len(bucket_of) < 2**31 else np.int64)
+        self._truncated = len(too_long) if overlong == "truncate" else 0
+        self._overlong_dropped = len(too_long) - self._truncated
+        sizes = np.array([bucket.batch_size for bucket in plan.buckets], np.int64)
+        self._samples = np.bincount(bucket_of[kept], minlength=len(plan))
+        self._full = self._samples // sizes
+        partial = promote((self._samples % sizes).tolist(), plan)
+        self._partial = [each for each in partial if remainder == "pad" or each.rows == sizes[each.bucket]]
+        self._length = int(self._full.sum()) + len(self._partial)
+        if not self._length:
+            why = f"the {len(kept):,} samples fill no batch" if len(kept) else "it has no samples"
+            raise ScheduleError(f'no batch can be made of this data: {why} (remainder="{remainder}")')
+        self._forget()
+
+    def _forget(self) -> None:
+        self._epochs: dict[int, _Epoch] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_epochs", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __len__(self) -> int:
+        """Batches of an epoch; the same in every epoch."""
+        return self._length
+
+    def __getitem__(self, index: int) -> ScheduledBatch:
+        """Returns a batch; an index from `len` on is one of a later epoch."""
+        if index < 0:
+            raise IndexError(f"a schedule has no batch {index}: indices start at 0 and run on into later epochs")
+        number, at = divmod(index, self._length)
+        epoch = self._epoch(number)
+        start = epoch.starts[at]
+        rows = epoch.rows[start : start + epoch.counts[at]]
+        return ScheduledBatch(self.plan.buckets[epoch.buckets[at]], rows)
+
+    def report(self, epoch: int = 0) -> LoaderReport:
+        """Counts what becomes of every sample in an epoch."""
+        this = self._epoch(epoch)
+        bucket_of_row = np.repeat(this.buckets, this.counts)
+        within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)
+        rows = this.rows[np.repeat(this.starts, this.counts) + within]
+        cut = np.minimum(self.lengths.values[rows], self.plan.sizes[bucket_of_row])
+        real = self.plan.layout.elements(cut)
+        count = len(self.plan)
+        return LoaderReport(
+            plan=self.plan,
+            batches=np.bincount(this.buckets, minlength=count).tolist(),
+            samples=np.bincount(bucket_of_row, minlength=count).tolist(),
+            real_elements=[int(real[bucket_of_row == k].sum()) for k in range(count)],
+            truncated=self._truncated,
+            overlong_dropped=self._overlong_dropped,
+            remainder_dropped=len(self._kept) - len(rows),
+            waiting=0,
+            absent=int((~self.lengths.present).sum()),
+        )
+
+    def _epoch(self, number: int) -> _Epoch:
+        """Returns an epoch, computed once however many threads ask."""
+        with self._lock:
+            if number not in self._epochs:
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    del self._epochs[next(iter(self._epochs))]
+                self._epochs[number] = self._compute(number)
+            return self._epochs[number]
+
+    def _compute(self, number: int) -> _Epoch:
+        order = self._kept[_permutation(len(self._kept), self.seed, number)] if self.shuffle else self._kept
+        arrival = np.argsort(self._bucket_of[order], kind="stable")
+        rows = order[arrival]
+        ends = np.cumsum(self._samples)
+        firsts = ends - self._samples
+        starts: list[npt.NDArray[np.int64]] = []
+        filled: list[npt.NDArray[np.int64]] = []
+        for k, bucket in enumerate(self.plan.buckets):
+            first = firsts[k] + np.arange(self._full[k], dtype=np.int64) * bucket.batch_size
+            starts.append(first)
+            filled.append(arrival[first + bucket.batch_size - 1])
+        by_time = np.argsort(np.concatenate(filled), kind="stable")
+        buckets = np.repeat(np.arange(len(self.plan), dtype=np.int64), self._full)[by_time]
+        sizes = np.array([bucket.batch_size for bucket in self.plan.buckets], np.int64)
+        leftovers = [
+            [rows[firsts[k] + self._full[k] * sizes[k] :][start:stop] for k, start, stop in each.parts]
+            for each in self._partial
+        ]
+        flat = [np.concatenate(parts) for parts in leftovers]
+        counts = np.array([len(each) for each in flat], np.int64)
+        return _Epoch(
+            rows=np.concatenate([rows, *flat]),
+            starts=np.concatenate([np.concatenate(starts)[by_time], len(rows) + np.cumsum(counts) - counts]),
+            counts=np.concatenate([sizes[buckets], counts]),
+            buckets=np.concatenate([buckets, np.array([each.bucket for each in self._partial], np.int64)]),
+        )
+
+
+def promote(rest: Sequence[int], plan: BucketPlan) -> list[Partial]:
+    """Plans the last batches from the rows that are left in each bucket.
+
+    From the cheapest bucket up, the rows left in a bucket move into unfilled rows of larger buckets that have rows left
+    too, nearest first, if those can take all of them: that saves a whole batch and costs nothing.
+
+    Args:
+        rest: rows left in each bucket, [K], fewer than its batch size.
+        plan: the buckets.
+    """
+    partial = {k: Partial(k, [(k, 0, count)]) for k, count in enumerate(rest) if count}
+    room = {k: plan.buckets[k].batch_size - rest[k] for k in partial}
+    for k in list(partial):
+        takers = [m for m in partial if m != k and (plan.sizes[m] >= plan.sizes[k]).all()]
+        if partial[k].rows > sum(room[m] for m in takers):
+            continue
+        moving = partial.pop(k).parts
+        for m in takers:
+            while moving and room[m]:
+                origin, start, stop = moving.pop()
+                split = max(start, stop - room[m])
+                partial[m].parts.append((origin, split, stop))
+                room[m] -= stop - split
+                if start < split:
+                    moving.append((origin, start, split))
+    return list(partial.values())
+
+
+def _permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Returns a random order that depends on its arguments alone.
+
+    NumPy promises a stable stream for its bit generators, not for `Generator.permutation` (NEP 19); a run that resumes
+    under another NumPy must see the same batches.
+    """
+    keys = np.random.PCG64DXSM(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    return np.argsort(keys, kind="stable")

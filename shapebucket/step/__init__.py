@@ -1,0 +1,5 @@
+"""The compiled step: one executable a bucket."""
+
+from shapebucket.step.compiled import BATCH, CompiledStep, CompileReport
+
+__all__ = ["BATCH", "CompileReport", "CompiledStep"]

@@ -1,0 +1,222 @@
+"""CompiledStep: one executable for each bucket, made before step 0, and an error for everything else."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shapebucket.buckets import ArraySpec, Bucket, BucketPlan
+from shapebucket.errors import SignatureError, StepError
+from shapebucket.padding import pad
+from shapebucket.step.signature import Signature, difference, signature_of
+from shapebucket.tables import progress_bars, render
+
+
+class _Batch:
+    def __repr__(self) -> str:
+        return "BATCH"
+
+
+BATCH: Final = _Batch()
+"""Marks the batch's place among the arguments of `CompiledStep.compile`."""
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What `CompiledStep.compile` did.
+
+    Attributes:
+        seconds: of tracing, lowering and XLA together, for each bucket.
+    """
+
+    seconds: Mapping[Bucket, float]
+
+    def __str__(self) -> str:
+        rows = [[str(bucket), f"{seconds:.2f}"] for bucket, seconds in self.seconds.items()]
+        total = sum(self.seconds.values())
+        return render(f"{len(rows)} executables compiled in {total:.1f} s", ["bucket", "seconds"], rows, text=1)
+
+
+class CompiledStep:
+    """A step function with exactly one executable for each bucket of a plan.
+
+    `compile` makes them all before the first step; a call only dispatches, by the shapes of its batch, and raises
+    where `jax.jit` would compile anew. So the number of executables never exceeds the number of buckets.
+
+        step = CompiledStep(train_step, plan, donate_argnames="state")
+        step.compile(state, BATCH)
+        for batch in loader:
+            state, loss = step(state, batch)
+
+    Each bucket has a Python function of its own, since JAX's caches would otherwise keep an executable alive after it was
+    dropped here.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        plan: BucketPlan,
+        *,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Sequence[str] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        batch_sharding: Any = None,
+    ) -> None:
+        """Wraps a function; compiles nothing.
+
+        Args:
+            fn: the step: a pure function of arrays, not yet jitted; one argument is the batch.
+            plan: the buckets that the batches come in.
+            donate_argnums: as in `jax.jit`.
+            donate_argnames: as in `jax.jit`.
+            prepare: what stands between the loader and the step: a function from the loader's batch to what `fn` takes
+                (adds positions, casts, …). It runs at every call, on the host, and the executables are compiled for what
+                comes out of it.
+            batch_sharding: a `jax.sharding.Sharding`, or a tree of them, that the prepared batch is put on; compiled for
+                likewise.
+        """
+        self.plan = plan
+        self._fn = fn
+        self._jit = functools.partial(jax.jit, donate_argnums=donate_argnums, donate_argnames=donate_argnames)
+        self._prepare = prepare
+        self._sharding = batch_sharding
+        self._place: int | str | None = None
+        self._executables: dict[Bucket, jax.stages.Compiled] = {}
+        self._dispatch: dict[Signature, jax.stages.Compiled] = {}
+
+    @property
+    def executables(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """The executables held, by bucket; never more than `len(plan)`."""
+        return MappingProxyType(self._executables)
+
+    def compile(self, *args: Any, progress: bool = True, **kwargs: Any) -> CompileReport:
+        """Compiles the step for every bucket; a second call compiles for new arguments and drops the old executables.
+
+        Args:
+            *args: the arguments of the step, as it will be called, with `BATCH` in the batch's place. Arrays, or
+                `jax.ShapeDtypeStruct`s; they are not consumed.
+            progress: whether to show a progress bar on standard error.
+            **kwargs: likewise.
+
+        Returns:
+            The seconds that each bucket took.
+
+        Raises:
+            StepError: if `BATCH` is not among the arguments exactly once, or a bucket does not compile.
+            LayoutError: if the plan does not know the dtypes.
+        """
+        places: list[int | str] = [index for index, value in enumerate(args) if value is BATCH]
+        places += [name for name, value in kwargs.items() if value is BATCH]
+        if len(places) != 1:
+            raise StepError(f"compile() needs BATCH in the batch's place, once; it stands in {places or 'none'}")
+        self._place = places[0]
+        executables: dict[Bucket, jax.stages.Compiled] = {}
+        dispatch: dict[Signature, jax.stages.Compiled] = {}
+        seconds: dict[Bucket, float] = {}
+        with progress_bars(progress) as bars:
+            task = bars.add_task("compile", total=len(self.plan), note="")
+            for bucket in self.plan.buckets:
+                bars.update(task, note=str(bucket))
+                started = time.perf_counter()
+                batch = pad([], bucket, self.plan)
+                try:
+                    executables[bucket] = self._compile_one(batch, args, kwargs)
+                except Exception as error:
+                    error.add_note(f"shapebucket: while compiling the step for the bucket {bucket}")
+                    raise
+                dispatch[signature_of(batch)] = executables[bucket]
+                seconds[bucket] = time.perf_counter() - started
+                bars.advance(task)
+        self._executables, self._dispatch = executables, dispatch
+        return CompileReport(seconds)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step with the executable of the batch's bucket. Never compiles.
+
+        Args:
+            *args: as `compile` was called, with the loader's batch in place of `BATCH`.
+            **kwargs: likewise.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            StepError: if `compile` has not been called.
+            SignatureError: if the batch is not of a bucket's shape, dtype and tree, or another argument differs from what
+                was compiled for. Donated buffers are intact then.
+        """
+        if self._place is None:
+            raise StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
+        try:
+            batch = args[self._place] if isinstance(self._place, int) else kwargs[self._place]
+        except (IndexError, KeyError):
+            raise SignatureError(
+                f"the step was compiled with the batch as argument {self._place!r}, but was called with {len(args)} positional "
+                f"arguments and the keywords {sorted(kwargs)}"
+            ) from None
+        executable = self._dispatch.get(signature_of(batch))
+        if executable is None:
+            raise self._no_bucket(batch)
+        args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
+        try:
+            return executable(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise SignatureError(
+                "the arguments beside the batch are not those that the step was compiled for; JAX would compile anew. "
+                "Usual causes: the step returns a state of another dtype, shape or tree than it takes (a Python scalar, a "
+                "promoted dtype, None that becomes an array), or another argument than compile() saw. JAX says:\n"
+                f"{error}"
+            ) from error
+
+    def _compile_one(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Compiled:
+        @functools.wraps(self._fn)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return self._fn(*args, **kwargs)
+
+        args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
+        return self._jit(own).lower(*args, **kwargs).compile()
+
+    def _prepared(self, batch: Any) -> Any:
+        """Returns what `fn` takes for a batch of the loader."""
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        return batch if self._sharding is None else jax.device_put(batch, self._sharding)
+
+    def _replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with the batch in its place."""
+        if isinstance(self._place, int):
+            return (*args[: self._place], batch, *args[self._place + 1 :]), kwargs
+        assert self._place is not None
+        return args, {**kwargs, self._place: batch}
+
+    def _no_bucket(self, batch: Any) -> SignatureError:
+        """Explains why a batch is none of the plan's: by its difference from the nearest bucket."""
+        found = [
+            (path, ArraySpec(np.shape(leaf), getattr(leaf, "dtype", np.dtype(object))))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        ]
+        found = {jax.tree_util.keystr(path, simple=True, separator="/"): spec for path, spec in found}
+        candidates: list[tuple[float, Bucket, list[str]]] = []
+        for bucket in self.plan.buckets:
+            spec = self.plan.batch_spec(bucket)
+            leaves = jax.tree_util.tree_leaves_with_path(spec)
+            expected = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+            distance, lines = difference(found, expected)
+            candidates.append((distance, bucket, lines))
+        _, nearest, lines = min(candidates, key=lambda each: each[0])
+        listed = "\n".join(f"  {line}" for line in lines)
+        return SignatureError(
+            f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{listed}\n"
+            "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
+            "the two (a cast, an added feature) as prepare=. The plan:\n"
+            f"{self.plan}"
+        )

@@ -1,0 +1,68 @@
+"""Tables and progress bars, drawn by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+T = TypeVar("T")
+
+
+def render(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None, text: int = 0
+) -> str:
+    """Draws a table as plain text.
+
+    Args:
+        title: a line above it.
+        header: the columns' names.
+        rows: the cells.
+        caption: a line below it.
+        text: how many of the first columns are text, aligned to the left; the others are numbers, to the right.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out = StringIO()
+    Console(file=out, width=200, color_system=None, force_terminal=False).print(table, markup=False)
+    drawn = "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+    return "\n".join([title, drawn] + ([caption] if caption else []))
+
+
+@contextmanager
+def progress_bars(enabled: bool = True) -> Generator[Progress]:
+    """Opens a display of progress bars on standard error, with rate and time left; silent where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (enabled and console.is_terminal)) as progress:
+        yield progress
+
+
+def track(items: Iterable[T], label: str, *, total: int | None = None, enabled: bool = True) -> Generator[T]:
+    """Yields the items under a progress bar."""
+    with progress_bars(enabled) as progress:
+        task = progress.add_task(label, total=total, note="")
+        for item in items:
+            yield item
+            progress.advance(task)
