@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -287,12 +287,15 @@ class BucketPlan:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BucketPlan:
+    def from_json(cls, value: Any) -> BucketPlan:
         """Makes a plan from what `to_json` returned.
 
         Raises:
             PlanError: for another version, or values that are not a plan's.
         """
+        if not isinstance(value, dict):
+            raise PlanError(f"not a plan: a JSON object is expected, but got {type(value).__name__}")
+        value = cast(dict[str, Any], value)
         if value.get("version") != _VERSION:
             raise PlanError(f"the plan has version {value.get('version')!r}, but this shapebucket reads {_VERSION}")
         try:

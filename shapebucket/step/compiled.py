@@ -200,19 +200,13 @@ class CompiledStep:
 
     def _no_bucket(self, batch: Any) -> SignatureError:
         """Explains why a batch is none of the plan's: by its difference from the nearest bucket."""
-        found = [
-            (path, ArraySpec(np.shape(leaf), getattr(leaf, "dtype", np.dtype(object))))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        ]
-        found = {jax.tree_util.keystr(path, simple=True, separator="/"): spec for path, spec in found}
+        found = _specs(batch)
         candidates: list[tuple[float, Bucket, list[str]]] = []
         for bucket in self.plan.buckets:
-            spec = self.plan.batch_spec(bucket)
-            leaves = jax.tree_util.tree_leaves_with_path(spec)
-            expected = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-            distance, lines = difference(found, expected)
+            distance, lines = difference(found, _specs(pad([], bucket, self.plan)))
             candidates.append((distance, bucket, lines))
         _, nearest, lines = min(candidates, key=lambda each: each[0])
+        lines = lines or [f"the containers: {jax.tree.structure(batch)} received, nested dicts expected"]
         listed = "\n".join(f"  {line}" for line in lines)
         return SignatureError(
             f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{listed}\n"
@@ -220,3 +214,12 @@ class CompiledStep:
             "the two (a cast, an added feature) as prepare=. The plan:\n"
             f"{self.plan}"
         )
+
+
+def _specs(batch: Any) -> dict[str, ArraySpec]:
+    """Returns the shape and dtype of each leaf, by its path."""
+    specs: dict[str, ArraySpec] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+        specs[jax.tree_util.keystr(path, simple=True, separator="/")] = ArraySpec(tuple(array.shape), array.dtype)
+    return specs

@@ -1,0 +1,170 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shapebucket as sb
+
+LAYOUT = sb.Layout({"src": "int32[s]", "tgt": "float32[t]", "image": "uint8[t 4]"}, pad_values={"src": -1})
+
+
+def bucket(s: int, t: int, rows: int = 2) -> sb.Bucket:
+    return sb.Bucket((("t", t), ("s", s)), rows)
+
+
+PLAN = sb.BucketPlan(LAYOUT, [bucket(16, 16), bucket(8, 8), bucket(24, 4, 3)])
+
+
+def test_buckets_stand_from_cheap_to_dear():
+    assert [each.sizes for each in PLAN.buckets] == [{"t": 8, "s": 8}, {"t": 4, "s": 24}, {"t": 16, "s": 16}]
+
+
+def test_a_bucket_is_hashable_and_ordered():
+    assert len({bucket(1, 2), bucket(1, 2), bucket(2, 1)}) == 2
+    assert bucket(1, 2) < bucket(1, 3)
+    assert str(bucket(1, 2)) == "[2 × t=2 s=1]"
+
+
+def test_find_takes_the_cheapest_that_holds():
+    assert PLAN.find({"s": 8, "t": 8}) == bucket(8, 8)
+    assert PLAN.find({"s": 9, "t": 4}) == bucket(24, 4, 3)
+    assert PLAN.find([5, 9]) == bucket(16, 16)
+    message = r"a sample with lengths \{'t': 17, 's': 1\} fits no bucket of the plan \(the largest: \[2 × t=16 s=16\]\).*overlong="
+    with pytest.raises(sb.OverlongError, match=message):
+        PLAN.find({"s": 1, "t": 17})
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=30))
+def test_assign_and_index_agree(lengths):
+    assert PLAN.assign(lengths).tolist() == [-1 if k is None else k for k in map(PLAN.index, lengths)]
+
+
+def test_truncation_keeps_the_most_elements():
+    assert PLAN.assign([[4, 100], [100, 100], [1, 1]], truncate=True).tolist() == [1, 2, 0]
+
+
+def test_batch_spec_has_features_masks_and_example_mask():
+    spec = PLAN.batch_spec(bucket(24, 4, 3))
+    assert {key: (each.shape, each.dtype.name) for key, each in spec.items()} == {
+        "image": ((3, 4, 4), "uint8"),
+        "src": ((3, 24), "int32"),
+        "tgt": ((3, 4), "float32"),
+        "s_mask": ((3, 24), "bool"),
+        "t_mask": ((3, 4), "bool"),
+        "example_mask": ((3,), "bool"),
+    }
+    lengths = sb.BucketPlan(LAYOUT, PLAN.buckets, masks="length").batch_spec(bucket(24, 4, 3))
+    assert lengths["s_length"] == sb.ArraySpec((3,), np.dtype(np.int32))
+
+
+def test_batch_spec_needs_dtypes():
+    plan = sb.BucketPlan(sb.Layout({"x": "s"}), [sb.Bucket((("s", 1),), 1)])
+    with pytest.raises(sb.LayoutError, match=r"feature 'x': its dtype is not known: write it .*'int32\[s\]'"):
+        plan.batch_spec(plan.buckets[0])
+
+
+def test_file_round_trip(tmp_path, token_plan):
+    token_plan.save(tmp_path / "plan.json")
+    loaded = sb.BucketPlan.load(tmp_path / "plan.json")
+    assert loaded == token_plan
+    assert loaded.planned == token_plan.planned
+    assert loaded.fingerprint == token_plan.fingerprint
+    assert str(loaded) == str(token_plan)
+
+
+def test_the_fingerprint_tells_shapes_apart_and_nothing_else(token_plan):
+    assert token_plan.fingerprint == sb.BucketPlan(token_plan.layout, token_plan.buckets).fingerprint
+    assert token_plan.fingerprint != sb.BucketPlan(token_plan.layout, token_plan.buckets[:-1]).fingerprint
+    assert token_plan.fingerprint != sb.BucketPlan(token_plan.layout, token_plan.buckets, masks="length").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot read a plan from '.*plan.json': Expecting"),
+        ('{"version": 99}', "the plan has version 99, but this shapebucket reads 1"),
+        ('{"version": 1}', "not a plan: KeyError"),
+        ("[]", "not a plan: a JSON object is expected, but got list"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path, content, message):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(sb.PlanError, match=message):
+        sb.BucketPlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("layout", "buckets", "options", "error", "message"),
+    [
+        (LAYOUT, [], {}, sb.PlanError, "a plan needs at least one bucket, and no two of one shape; got none"),
+        (LAYOUT, [bucket(1, 1), bucket(1, 1, 9)], {}, sb.PlanError, "no two of one shape"),
+        (
+            LAYOUT,
+            [sb.Bucket((("s", 1),), 1)],
+            {},
+            sb.PlanError,
+            r"has the axes \('s',\), but the layout has \('t', 's'\)",
+        ),
+        (
+            LAYOUT,
+            [bucket(1, 1)],
+            {"masks": "none"},
+            sb.PlanError,
+            r"masks must be one of \('mask', 'length'\), but got 'none'",
+        ),
+        (
+            sb.Layout({"s_mask": "s"}),
+            [sb.Bucket((("s", 1),), 1)],
+            {},
+            sb.LayoutError,
+            "feature 's_mask': a batch has a mask of this name: rename the feature",
+        ),
+        (
+            sb.Layout({"example_mask": "s"}),
+            [sb.Bucket((("s", 1),), 1)],
+            {},
+            sb.LayoutError,
+            "a batch has a mask of this",
+        ),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(layout, buckets, options, error, message):
+    with pytest.raises(error, match=message):
+        sb.BucketPlan(layout, buckets, **options)
+
+
+def test_a_bucket_has_positive_sizes():
+    with pytest.raises(sb.PlanError, match="a bucket's sizes must be at least 1, but t is 0"):
+        bucket(1, 0)
+    with pytest.raises(sb.PlanError, match="but batch_size is 0"):
+        bucket(1, 1, 0)
+
+
+def test_report_counts_samples_elements_and_overlong():
+    plan = sb.BucketPlan(sb.Layout({"x": "s"}), [sb.Bucket((("s", n),), 1) for n in (2, 5)])
+    report = plan.report([[1], [2], [3], [7]])
+    assert report == sb.PlanReport((2, 2), (3, 8), (4, 10), overlong=1, pad_to_max_elements=20)
+    assert report.shares == (0.5, 0.5)
+    assert report.padding_fraction == pytest.approx(1 - 11 / 14)
+    assert report.padding_fractions == pytest.approx((1 / 4, 2 / 10))
+    assert report.pad_to_max == pytest.approx(1 - 11 / 20)
+    assert report.lower_bound is None
+
+
+def test_a_printed_plan_shows_each_bucket_and_the_total(token_plan):
+    lines = str(token_plan).splitlines()
+    assert lines[0] == "4 buckets for tokens: 'int32[s]'"
+    assert lines[1].split() == ["s", "batch", "elements", "share", "padding"]
+    assert [line.split()[0] for line in lines[3:7]] == [str(each.sizes["s"]) for each in token_plan.buckets]
+    assert lines[-1].endswith("in one shape, over 100 samples")
+
+
+def test_summary_is_what_tools_rely_on(token_plan):
+    summary = json.loads(json.dumps(token_plan.summary()))
+    assert summary.keys() == {"buckets", "padding_fraction", "lower_bound", "pad_to_max"}
+    assert summary["lower_bound"] == summary["padding_fraction"] < summary["pad_to_max"]
+    assert summary["buckets"][0].keys() == {"axes", "batch_size", "share", "padding_fraction"}
+    with pytest.raises(sb.PlanError, match=r"the plan was made by hand: plan.report\(lengths\)"):
+        PLAN.summary()

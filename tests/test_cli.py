@@ -1,0 +1,41 @@
+import json
+import re
+
+import numpy as np
+import pytest
+
+import shapebucket as sb
+from shapebucket.cli import main
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).integers(1, 200, 1000))
+    return path
+
+
+def test_plan_prints_one_json_object(lengths_file, capsys):
+    assert main(["plan", str(lengths_file), "--max-buckets", "4", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert len(summary["buckets"]) == 4
+    assert summary["buckets"][-1]["axes"] == {"s": 199}
+    assert summary["lower_bound"] == summary["padding_fraction"] < summary["pad_to_max"]
+
+
+def test_plan_takes_several_axes_and_writes_a_plan(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "pairs.npz", src=rng.integers(1, 50, 500), tgt=rng.integers(1, 50, 500))
+    out = tmp_path / "plan.json"
+    arguments = ["plan", str(tmp_path / "pairs.npz"), "--token-budget", "1000", "--multiple-of", "8", "--out", str(out)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.strip() == str(sb.BucketPlan.load(out))
+    assert sb.BucketPlan.load(out).layout.axes == ("src", "tgt")
+
+
+def test_input_that_cannot_be_used_is_a_message_and_status_2(tmp_path, lengths_file, capsys):
+    assert main(["plan", str(tmp_path / "nowhere.npy")]) == 2
+    assert "shapebucket: [Errno 2] No such file or directory" in capsys.readouterr().err
+    assert main(["plan", str(lengths_file), "--token-budget", "100"]) == 2
+    message = r"shapebucket: a token_budget of 100 elements cannot hold 1 rows of \{'s': \d+\} \(\d+ elements each\): raise it"
+    assert re.match(message, capsys.readouterr().err)

@@ -1,0 +1,298 @@
+import json
+
+import grain
+import jax
+import numpy as np
+import pytest
+from conftest import make_tokens
+
+import shapebucket as sb
+
+READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_resumes_everywhere(dataset):
+    """Restores a fresh iterator after every batch, through JSON, and compares all that follows."""
+    iterator = iter(dataset)
+    states, batches = [json.dumps(iterator.get_state())], []
+    for batch in iterator:
+        batches.append(batch)
+        states.append(json.dumps(iterator.get_state()))
+    assert batches
+    for number, state in enumerate(states):
+        fresh = iter(dataset)
+        fresh.set_state(json.loads(state))
+        assert_equal(list(fresh), batches[number:])
+
+
+@pytest.fixture
+def source(tokens):
+    return grain.MapDataset.source(tokens)
+
+
+@pytest.fixture
+def scheduled(source, token_plan, token_lengths):
+    return sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1)
+
+
+def numbers(batches) -> list[int]:
+    """The samples in some batches, by their first tokens."""
+    return [int(n) for batch in batches for n in batch["tokens"][batch["example_mask"], 0]]
+
+
+class TestSchedule:
+    def test_every_sample_comes_once_and_whole(self, scheduled, tokens, token_plan):
+        batches = [scheduled[index] for index in range(len(scheduled))]
+        back = [each for batch in batches for each in sb.unpad(batch, batch, token_plan.layout)]
+        assert sorted(int(each["tokens"][0]) for each in back) == list(range(100))
+        for each in back:
+            np.testing.assert_array_equal(each["tokens"], tokens[each["tokens"][0]]["tokens"])
+
+    def test_batches_have_exactly_the_planned_shapes(self, scheduled, token_plan):
+        specs = [token_plan.batch_spec(bucket) for bucket in token_plan.buckets]
+        for batch in scheduled:
+            assert jax.tree.map(lambda x: sb.ArraySpec(x.shape, x.dtype), batch) in specs
+
+    def test_it_resumes_after_every_batch(self, scheduled):
+        assert_resumes_everywhere(scheduled.repeat(2).to_iter_dataset(READ))
+
+    def test_grains_own_check_passes(self, scheduled):
+        grain.experimental.assert_equal_output_after_checkpoint(scheduled.to_iter_dataset(READ))
+
+    def test_epochs_repeat_with_another_order(self, scheduled):
+        count = len(scheduled)
+        two = list(scheduled.repeat(2).to_iter_dataset(READ))
+        assert len(two) == 2 * count
+        assert sorted(numbers(two[:count])) == sorted(numbers(two[count:])) == list(range(100))
+        assert numbers(two[:count]) != numbers(two[count:])
+
+    def test_random_maps_before_it_draw_anew_each_epoch(self, source, token_plan, token_lengths):
+        def noisy(each, rng):
+            return {"tokens": each["tokens"] + rng.integers(1000, dtype=np.int32)}
+
+        loader = sb.BucketedMapDataset(source.random_map(noisy, seed=0), token_plan, token_lengths, shuffle=False)
+        assert not np.array_equal(loader[0]["tokens"], loader[len(loader)]["tokens"])
+        np.testing.assert_array_equal(loader[0]["tokens"], loader[0]["tokens"])
+
+    def test_slices_are_grains(self, scheduled):
+        assert_equal(list(scheduled[1:4]), [scheduled[index] for index in (1, 2, 3)])
+
+    def test_shuffling_before_it_is_found_out(self, source, token_plan, token_lengths):
+        loader = sb.BucketedMapDataset(source.shuffle(seed=0), token_plan, token_lengths)
+        with pytest.raises(
+            sb.ScheduleError, match=r"was measured: the lengths are of other data.* Shuffle with the loader"
+        ):
+            list(loader)
+
+    def test_filtered_samples_are_counted_and_not_asked_for(self, source, token_plan):
+        kept = source.filter(lambda each: each["tokens"][0] % 3 == 0)
+        lengths = sb.measure(kept, sb.Layout({"tokens": "s"}), progress=False)
+        loader = sb.BucketedMapDataset(kept, token_plan, lengths)
+        assert sorted(numbers(loader)) == list(range(0, 100, 3))
+        assert loader.report().absent == 66
+
+    def test_a_filter_that_changed_its_mind_is_an_error(self, source, token_plan, token_lengths):
+        loader = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
+        with pytest.raises(sb.ScheduleError, match="is None, but it had a length when it was measured"):
+            loader[0]
+
+    def test_lengths_of_another_data_set_are_refused(self, source, token_plan):
+        with pytest.raises(sb.ScheduleError, match="the data set has 100 elements, but lengths of 99 were given"):
+            sb.BucketedMapDataset(source, token_plan, np.ones(99))
+
+    def test_a_sample_that_does_not_fit_the_layout_is_named(self, tokens, token_plan, token_lengths):
+        tokens[5] = {"tokens": tokens[5]["tokens"].astype(np.int64)}
+        loader = sb.BucketedMapDataset(grain.MapDataset.source(tokens), token_plan, token_lengths)
+        with pytest.raises(sb.LayoutError, match="sample 5, feature 'tokens': has dtype int64"):
+            list(loader)
+
+    def test_dtypes_must_be_known(self, source, token_plan):
+        plan = sb.BucketPlan(sb.Layout({"tokens": "s"}), token_plan.buckets)
+        with pytest.raises(sb.LayoutError, match="feature 'tokens': its dtype is not known"):
+            sb.BucketedMapDataset(source, plan, np.ones(100))
+
+    def test_truncation_is_counted_and_done(self, source, token_lengths):
+        plan = sb.plan_buckets(token_lengths, max_buckets=2, batch_size=8, max_size=10)
+        loader = sb.BucketedMapDataset(source, plan, token_lengths, overlong="truncate")
+        assert max(batch["tokens"].shape[1] for batch in loader) == 10
+        assert sorted(numbers(loader)) == list(range(100))
+        assert loader.report().truncated == int((token_lengths.values > 10).sum()) > 0
+
+    @pytest.mark.slow
+    def test_worker_processes_give_the_same_order(self, scheduled):
+        from absl import flags
+
+        flags.FLAGS.mark_as_parsed()  # https://github.com/google/grain/issues/1355
+        expected = list(scheduled.repeat(2).to_iter_dataset(READ))
+        workers = scheduled.repeat(2).to_iter_dataset(READ).mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+        iterator = iter(workers)
+        assert_equal(list(iterator), expected)
+        iterator.close()
+
+    def test_it_names_itself(self, scheduled):
+        assert str(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+
+
+class TestStream:
+    def test_every_sample_comes_once_and_whole(self, source, tokens, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        back = [each for batch in dataset for each in sb.unpad(batch, batch, token_plan.layout)]
+        assert sorted(int(each["tokens"][0]) for each in back) == list(range(100))
+        for each in back:
+            np.testing.assert_array_equal(each["tokens"], tokens[each["tokens"][0]]["tokens"])
+        report = dataset.report()
+        assert (report.seen, sum(report.samples), report.waiting) == (100, 100, 0)
+
+    def test_it_fills_buckets_as_the_schedule_does(self, source, token_plan, token_lengths):
+        stream = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        schedule = list(sb.BucketedMapDataset(source, token_plan, token_lengths, shuffle=False))
+        assert_equal(stream, schedule)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"max_wait": 5},
+            {"max_wait": 30, "remainder": "drop"},
+            {"remainder": "drop"},
+        ],
+    )
+    def test_it_resumes_after_every_batch(self, source, token_plan, options):
+        assert_resumes_everywhere(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, **options))
+
+    @pytest.mark.parametrize("overlong", ["truncate", "drop"])
+    def test_it_resumes_and_counts_with_overlong_samples(self, source, token_lengths, overlong):
+        plan = sb.plan_buckets(token_lengths, max_buckets=3, token_budget=100, max_size=20)
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), plan, overlong=overlong, max_wait=20)
+        assert_resumes_everywhere(dataset)
+        count = int((token_lengths.values > 20).sum())
+        iterator = iter(dataset)
+        for _ in range(5):
+            next(iterator)
+        restored = iter(dataset)
+        restored.set_state(json.loads(json.dumps(iterator.get_state())))
+        list(iterator)
+        list(restored)
+        assert iterator.report() == restored.report()
+        report = restored.report()
+        assert report.seen == 100
+        assert (report.truncated, report.overlong_dropped) == ((count, 0) if overlong == "truncate" else (0, count))
+
+    def test_grains_own_check_passes(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
+        grain.experimental.assert_equal_output_after_checkpoint(dataset)
+
+    def test_it_resumes_under_repeat_and_map(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
+        repeated = grain.experimental.RepeatIterDataset(dataset, num_epochs=2).map(lambda batch: batch["tokens"])
+        assert len(list(repeated)) == 2 * len(list(dataset))
+        assert_resumes_everywhere(repeated)
+
+    def test_no_sample_waits_longer_than_max_wait(self, token_plan):
+        tokens = [
+            {"tokens": np.full(40, number, np.int32)} if number == 0 else {"tokens": np.full(2, number, np.int32)}
+            for number in range(200)
+        ]
+        parent = grain.MapDataset.source(tokens).to_iter_dataset(grain.ReadOptions(num_threads=0))
+        dataset = sb.BucketedIterDataset(parent, token_plan, max_wait=50)
+        iterator = iter(dataset)
+        for batch in iterator:
+            if 0 in numbers([batch]):
+                break
+        assert batch["example_mask"].sum() == 1
+        assert iterator.get_state()["seen"] == 50
+
+    def test_the_state_stays_small_when_a_sample_waits_for_long(self, token_plan):
+        tokens = [{"tokens": np.zeros(40 if number == 0 else 2, np.int32)} for number in range(40_000)]
+        dataset = sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan)
+        iterator = iter(dataset)
+        for _ in range(600):
+            next(iterator)
+        assert iterator.get_state()["start"] == 0
+        assert len(json.dumps(iterator.get_state())) < 2000
+        assert len(iterator._anchors) <= 1024 + 16
+        rest = len(list(iterator))
+        restored = iter(dataset)
+        for _ in range(600):
+            next(restored)
+        state = json.loads(json.dumps(restored.get_state()))
+        fresh = iter(dataset)
+        fresh.set_state(state)
+        assert len(list(fresh)) == rest
+
+    def test_a_state_of_another_plan_is_refused(self, source, token_plan):
+        state = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)).get_state()
+        other = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=7))
+        with pytest.raises(
+            sb.StateError, match="the state was saved with the plan and policies '.*-None-pad-error', but this"
+        ):
+            other.set_state(state)
+
+    def test_a_state_of_a_longer_data_set_is_refused(self, tokens, token_plan):
+        whole = iter(sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan))
+        for _ in range(5):
+            next(whole)
+        short = iter(sb.BucketedIterDataset(grain.MapDataset.source(tokens[:3]).to_iter_dataset(READ), token_plan))
+        short.set_state(whole.get_state())
+        with pytest.raises(sb.StateError, match=r"the state was saved after \d+ samples, but the data set ends after"):
+            next(short)
+
+    def test_states_are_fresh_objects(self, source, token_plan):
+        iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        next(iterator)
+        first = iterator.get_state()
+        kept = json.dumps(first)
+        list(iterator)
+        assert json.dumps(first) == kept
+
+    def test_overlong_is_an_error_by_default(self, source, token_lengths):
+        plan = sb.plan_buckets(token_lengths, batch_size=4, max_size=10)
+        with pytest.raises(sb.OverlongError, match=r"sample \d+ with lengths \{'s': \d+\} fits no bucket"):
+            list(sb.BucketedIterDataset(source.to_iter_dataset(READ), plan))
+
+    def test_a_sample_that_does_not_fit_the_layout_is_named(self, tokens, token_plan):
+        tokens[5] = {"tokens": tokens[5]["tokens"].tolist()}
+        parent = grain.MapDataset.source(tokens).to_iter_dataset(READ)
+        with pytest.raises(sb.LayoutError, match="sample 5, feature 'tokens': is a Python list"):
+            list(sb.BucketedIterDataset(parent, token_plan))
+
+    def test_wrong_options_are_refused(self, source, token_plan):
+        with pytest.raises(sb.ScheduleError, match="max_wait must be at least 1 sample, or None, but got 0"):
+            sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=0)
+        with pytest.raises(sb.ScheduleError, match="remainder must be one of"):
+            sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, remainder="x")
+        with pytest.raises(sb.ScheduleError, match="no iterator was made in this process yet"):
+            sb.BucketedIterDataset(source.to_iter_dataset(), token_plan).report()
+
+    @pytest.mark.slow
+    def test_it_works_before_and_after_worker_processes(self, source, token_plan):
+        from absl import flags
+
+        flags.FLAGS.mark_as_parsed()
+        options = grain.MultiprocessingOptions(num_workers=2)
+        before = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan).mp_prefetch(options))
+        assert sorted(numbers(before)) == list(range(100))
+        before.close()
+        after = sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan)
+        expected = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        assert_equal(list(after), expected)
+
+    def test_it_names_itself(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
+        assert str(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
+        assert str(iter(dataset)) == "BucketedDatasetIterator(buckets=4)"
+
+
+def test_lengths_in_place_of_masks(source, token_lengths):
+    plan = sb.plan_buckets(token_lengths, max_buckets=3, batch_size=8, masks="length")
+    batch = sb.BucketedMapDataset(source, plan, token_lengths)[0]
+    assert batch.keys() == {"tokens", "s_length", "example_mask"}
+
+
+def test_make_tokens_is_what_the_tests_believe():
+    assert [int(each["tokens"][0]) for each in make_tokens(5)] == [0, 1, 2, 3, 4]

@@ -1,0 +1,113 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shapebucket as sb
+
+LAYOUT = sb.Layout(
+    {"text": {"src": "int32[s]", "weight": "float32[s]"}, "image": "uint8[h w 3]", "label": "int64[]"},
+    pad_values={"text": {"src": -1, "weight": 0.5}, "image": 255},
+)
+BUCKET = sb.Bucket((("h", 4), ("w", 3), ("s", 6)), 4)
+
+
+def plan(masks="mask"):
+    return sb.BucketPlan(LAYOUT, [BUCKET], masks=masks)
+
+
+def make(h: int, w: int, s: int, label: int):
+    return {
+        "text": {"src": np.arange(s, dtype=np.int32), "weight": np.full(s, 2, np.float32)},
+        "image": np.full((h, w, 3), label, np.uint8),
+        "label": np.int64(label),
+    }
+
+
+samples = st.lists(
+    st.builds(make, st.integers(0, 4), st.integers(0, 3), st.integers(0, 6), st.integers(0, 9)), max_size=4
+)
+
+
+@given(samples, st.sampled_from(["mask", "length"]))
+def test_unpad_undoes_pad(given_samples, masks):
+    batch = sb.pad(given_samples, BUCKET, plan(masks))
+    back = sb.unpad(batch, batch, LAYOUT)
+    assert len(back) == len(given_samples)
+    jax.tree.map(np.testing.assert_array_equal, back, given_samples)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, given_samples)
+
+
+@given(samples, st.sampled_from(["mask", "length"]))
+def test_a_batch_has_exactly_the_planned_shapes(given_samples, masks):
+    batch = sb.pad(given_samples, BUCKET, plan(masks))
+    assert jax.tree.map(lambda x: sb.ArraySpec(x.shape, x.dtype), batch) == plan(masks).batch_spec(BUCKET)
+
+
+def test_padding_holds_the_pad_values_and_masks_tell_it_apart():
+    batch = sb.pad([make(2, 1, 3, 7)], BUCKET, plan())
+    assert batch["text"]["src"][:2].tolist() == [[0, 1, 2, -1, -1, -1], [-1] * 6]
+    assert batch["text"]["weight"][0].tolist() == [2, 2, 2, 0.5, 0.5, 0.5]
+    assert (batch["image"][0, 2:] == 255).all()
+    assert (batch["image"][0, :2, :1] == 7).all()
+    assert batch["s_mask"].tolist() == [[True] * 3 + [False] * 3] + [[False] * 6] * 3
+    assert batch["h_mask"].sum(axis=1).tolist() == [2, 0, 0, 0]
+    assert batch["example_mask"].tolist() == [True, False, False, False]
+
+
+def test_lengths_in_place_of_masks_give_the_mask_inside_jit():
+    data = [make(1, 1, n, 0) for n in (0, 6, 4)]
+    masked, measured = sb.pad(data, BUCKET, plan()), sb.pad(data, BUCKET, plan("length"))
+    assert measured["s_length"].tolist() == [0, 6, 4, 0]
+    inside = jax.jit(lambda batch: sb.length_mask(batch["s_length"], batch["text"]["src"].shape[1]))(measured)
+    np.testing.assert_array_equal(inside, masked["s_mask"])
+    np.testing.assert_array_equal(sb.length_mask(measured["s_length"], 6), masked["s_mask"])
+
+
+def test_truncation_cuts_every_axis_at_its_end():
+    batch = sb.pad([make(9, 2, 8, 1)], BUCKET, plan(), truncate=True)
+    (back,) = sb.unpad(batch, batch, LAYOUT)
+    assert back["image"].shape == (4, 2, 3)
+    assert back["text"]["src"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_sample_too_long_is_an_error_unless_it_may_be_cut():
+    with pytest.raises(sb.OverlongError, match=r"sample 1 with lengths \{'h': 1, 'w': 1, 's': 7\} fits no bucket"):
+        sb.pad([make(1, 1, 1, 0), make(1, 1, 7, 0)], BUCKET, plan())
+
+
+def test_more_samples_than_rows_are_an_error():
+    with pytest.raises(sb.PlanError, match=r"5 samples do not fit the 4 rows of \[4 × h=4 w=3 s=6\]"):
+        sb.pad([make(1, 1, 1, 0)] * 5, BUCKET, plan())
+
+
+def test_a_wrong_sample_is_named():
+    with pytest.raises(sb.LayoutError, match="sample 1, feature 'label': is text"):
+        sb.pad([make(1, 1, 1, 0), {**make(1, 1, 1, 0), "label": "x"}], BUCKET, plan())
+
+
+def test_outputs_are_unpadded_with_a_layout_of_their_own():
+    batch = sb.pad([make(1, 1, 2, 0), make(1, 1, 5, 0)], BUCKET, plan())
+    outputs = {"logits": jax.numpy.zeros((4, 6, 10)), "score": np.arange(4), "unused": 1}
+    back = sb.unpad(outputs, batch, sb.Layout({"logits": "s 10", "score": ""}))
+    assert [each["logits"].shape for each in back] == [(2, 10), (5, 10)]
+    assert [int(each["score"]) for each in back] == [0, 1]
+
+
+def test_unpad_refuses_what_it_cannot_cut():
+    batch = sb.pad([make(1, 1, 2, 0)], BUCKET, plan())
+    with pytest.raises(sb.LayoutError, match="neither q_mask nor q_length, so axis 'q' cannot be cut"):
+        sb.unpad({"x": np.zeros((4, 2))}, batch, sb.Layout({"x": "q"}))
+    with pytest.raises(sb.LayoutError, match=r"feature 'x': has shape \(4,\), but a batch of 's' has rank 2"):
+        sb.unpad({"x": np.zeros(4)}, batch, sb.Layout({"x": "s"}))
+    with pytest.raises(sb.LayoutError, match="feature 'y/z': the outputs lack this feature"):
+        sb.unpad({"x": np.zeros(4)}, batch, sb.Layout({"y": {"z": "s"}}))
+
+
+def test_batches_share_no_memory():
+    data = [make(2, 2, 2, 1)]
+    one, two = sb.pad(data, BUCKET, plan()), sb.pad(data, BUCKET, plan())
+    one["text"]["src"][:] = 99
+    assert two["text"]["src"][0, 0] == 0
+    assert data[0]["text"]["src"][0] == 0

@@ -1,0 +1,168 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shapebucket as sb
+from shapebucket.planner import merge_boxes, optimal_boundaries
+
+
+def least_cost(counts, costs, max_buckets):
+    """Brute force: every set of boundaries that holds the last candidate."""
+    n = len(counts)
+    best = None
+    for size in range(1, min(max_buckets, n) + 1):
+        for inner in itertools.combinations(range(n - 1), size - 1):
+            bounds = [*inner, n - 1]
+            total = sum(
+                sum(counts[start:end]) * costs[end - 1]
+                for start, end in itertools.pairwise([0, *(bound + 1 for bound in bounds)])
+            )
+            best = total if best is None else min(best, total)
+    return best
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_the_one_axis_planner_is_optimal(data):
+    n = data.draw(st.integers(1, 9))
+    counts = data.draw(st.lists(st.integers(0, 20), min_size=n, max_size=n))
+    costs = sorted(data.draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)))
+    max_buckets = data.draw(st.integers(1, 6))
+    chosen, curve = optimal_boundaries(counts, costs, max_buckets)
+    bounds = [0, *(chosen + 1)]
+    achieved = sum(sum(counts[a:b]) * costs[b - 1] for a, b in itertools.pairwise(bounds))
+    assert chosen[-1] == n - 1
+    assert len(chosen) <= max_buckets
+    assert achieved == curve[-1] == least_cost(counts, costs, max_buckets)
+    assert curve.tolist() == [least_cost(counts, costs, k) for k in range(1, len(curve) + 1)]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 7),
+)
+def test_alignment_is_inside_the_optimisation(lengths, max_buckets, multiple_of):
+    """No set of aligned boundaries has less padding than the plan."""
+    plan = sb.plan_buckets(lengths, max_buckets=max_buckets, batch_size=1, multiple_of=multiple_of)
+    sizes = plan.sizes[:, 0]
+    assert (sizes % multiple_of == 0).all()
+    aligned = np.maximum(-(-np.array(lengths) // multiple_of) * multiple_of, multiple_of)
+    distinct, counts = np.unique(aligned, return_counts=True)
+    assert sum(plan.planned.padded_elements) == least_cost(counts.tolist(), distinct.tolist(), max_buckets)
+    assert plan.planned.lower_bound == plan.planned.padding_fraction
+
+
+def test_large_instances_agree_with_a_plain_dynamic_programme():
+    rng = np.random.default_rng(0)
+    counts, costs = rng.integers(0, 50, 300), np.cumsum(rng.integers(0, 5, 300))
+    weight = np.concatenate([[0], np.cumsum(counts)])
+    best = np.where(np.arange(301) == 0, 0, np.iinfo(np.int64).max // 2)
+    expected = []
+    for _ in range(12):
+        best = np.array(
+            [0] + [min(best[i] + (weight[j] - weight[i]) * costs[j - 1] for i in range(j)) for j in range(1, 301)]
+        )
+        expected.append(best[-1])
+    _, curve = optimal_boundaries(counts, costs, 12)
+    assert curve.tolist() == np.minimum.accumulate(expected).tolist()
+
+
+def test_float_costs():
+    chosen, curve = optimal_boundaries([5, 1, 5], [1.5, 2.25, 10.0], 2)
+    assert chosen.tolist() == [1, 2]
+    assert curve[-1] == 6 * 2.25 + 50
+
+
+def test_several_axes_are_merged_well():
+    """Merging comes within a tenth of the best of all choices of boxes, on small instances."""
+    rng = np.random.default_rng(0)
+
+    def elements(sizes):
+        return np.asarray(sizes).sum(axis=-1)
+
+    for _ in range(20):
+        shapes = np.unique(rng.integers(1, 20, (8, 2)), axis=0)
+        counts = rng.integers(1, 50, len(shapes))
+        corners = np.array(list(itertools.product(np.unique(shapes[:, 0]), np.unique(shapes[:, 1]))))
+
+        def cost(boxes, shapes=shapes, counts=counts):
+            holds = (shapes[:, None] <= boxes[None]).all(axis=2)
+            price = np.where(holds, elements(boxes), 10**9).min(axis=1)
+            return int((counts * price).sum())
+
+        best = min(cost(corners[list(chosen)]) for chosen in itertools.combinations(range(len(corners)), 3))
+        assert cost(merge_boxes(shapes, counts, elements, 3)) <= 1.1 * best
+
+
+def test_many_distinct_shapes_are_merged_in_bounded_time():
+    rng = np.random.default_rng(0)
+    lengths = {"s": rng.integers(1, 500, 20_000), "t": rng.integers(1, 500, 20_000)}
+    layout = sb.Layout({"src": "s", "tgt": "t"})
+    plan = sb.plan_buckets(lengths, layout, max_buckets=8, token_budget=4096, multiple_of=8)
+    one = sb.plan_buckets(lengths, layout, max_buckets=1, token_budget=4096, multiple_of=8)
+    assert len(plan) == 8
+    assert plan.planned.lower_bound <= plan.planned.padding_fraction < one.planned.padding_fraction
+    assert (plan.assign(np.stack([lengths["s"], lengths["t"]], axis=1)) >= 0).all()
+
+
+def test_a_token_budget_gives_short_buckets_more_rows():
+    plan = sb.plan_buckets([1, 2, 4, 8], max_buckets=4, token_budget=16)
+    assert [(each.sizes["s"], each.batch_size) for each in plan.buckets] == [(1, 16), (2, 8), (4, 4), (8, 2)]
+    aligned = sb.plan_buckets([1, 3, 5], max_buckets=3, token_budget=32, batch_multiple_of=4)
+    assert [each.batch_size for each in aligned.buckets] == [32, 8, 4]
+
+
+def test_max_size_cuts_and_counts():
+    plan = sb.plan_buckets([3, 10, 100], max_buckets=2, batch_size=1, max_size=8)
+    assert plan.sizes.tolist() == [[3], [8]]
+    assert plan.planned.overlong == 2
+    assert sum(plan.planned.real_elements) == 3 + 8 + 8
+
+
+def test_fewer_buckets_where_fewer_are_exact():
+    assert len(sb.plan_buckets([3, 3, 7], max_buckets=8, batch_size=1)) == 2
+
+
+def test_zero_lengths_go_to_the_smallest_bucket():
+    assert sb.plan_buckets([0, 0], batch_size=1, multiple_of=4).sizes.tolist() == [[4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either batch_size .* or token_budget"),
+        ({"batch_size": 1, "token_budget": 1}, "give either batch_size .* or token_budget"),
+        ({"batch_size": 1, "max_buckets": 0}, "max_buckets must be a whole number of at least 1, but got 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number of at least 1, but got 2.5"),
+        ({"batch_size": 6, "batch_multiple_of": 4}, "batch_size 6 must be a multiple of batch_multiple_of 4"),
+        (
+            {"batch_size": 1, "multiple_of": {"x": 2}},
+            r"multiple_of names the axes \['x'\], but the layout has \('s',\)",
+        ),
+        ({"batch_size": 1, "multiple_of": 8, "max_size": 12}, "max_size 12 must be a multiple of multiple_of 8"),
+        (
+            {"token_budget": 64, "multiple_of": 8, "batch_multiple_of": 2},
+            r"a token_budget of 64 elements cannot hold 2 rows of \{'s': 56\} \(56 elements each\): raise it to 112, or limit",
+        ),
+    ],
+)
+def test_numbers_that_make_no_plan_are_refused(options, message):
+    with pytest.raises(sb.PlanError, match=message):
+        sb.plan_buckets([1, 20, 50], **options)
+
+
+def test_no_lengths_make_no_plan():
+    with pytest.raises(sb.PlanError, match="there are no lengths to plan from"):
+        sb.plan_buckets([], batch_size=1)
+
+
+def test_the_layout_must_be_the_one_that_was_measured(token_lengths):
+    with pytest.raises(sb.PlanError, match="the lengths were measured with the layout"):
+        sb.plan_buckets(token_lengths, sb.Layout({"other": "s"}), batch_size=1)
+    plan = sb.plan_buckets(token_lengths, sb.Layout({"tokens": "s"}), batch_size=1)
+    assert plan.layout == token_lengths.layout

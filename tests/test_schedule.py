@@ -1,0 +1,193 @@
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shapebucket as sb
+from shapebucket.schedule import promote
+
+LAYOUT = sb.Layout({"tokens": "int32[s]"})
+
+
+def plan_of(*buckets: tuple[int, int]) -> sb.BucketPlan:
+    return sb.BucketPlan(LAYOUT, [sb.Bucket((("s", size),), rows) for size, rows in buckets])
+
+
+PLAN = plan_of((4, 8), (8, 4), (16, 2))
+LENGTHS = np.random.default_rng(0).integers(0, 17, 203)
+
+
+def epoch(schedule: sb.Schedule, number: int = 0) -> list[sb.ScheduledBatch]:
+    return [schedule[number * len(schedule) + index] for index in range(len(schedule))]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=80), st.integers(0, 3), st.booleans())
+def test_each_sample_comes_once_an_epoch_in_a_bucket_that_holds_it(lengths, seed, shuffle):
+    lengths = np.array(lengths)
+    fits = lengths <= 16
+    if not fits.any():
+        return
+    schedule = sb.Schedule(lengths, PLAN, seed=seed, shuffle=shuffle, overlong="drop")
+    for number in range(2):
+        batches = epoch(schedule, number)
+        indices = np.concatenate([each.indices for each in batches])
+        assert sorted(indices) == np.flatnonzero(fits).tolist()
+        for bucket, rows in batches:
+            assert 0 < len(rows) <= bucket.batch_size
+            assert (lengths[rows] <= bucket.sizes["s"]).all()
+
+
+def streamed(order: np.ndarray) -> list[tuple[sb.Bucket, list[int]]]:
+    """What a stream would emit, full batches only."""
+    waiting: dict[sb.Bucket, list[int]] = {bucket: [] for bucket in PLAN.buckets}
+    out = []
+    for index in order:
+        bucket = PLAN.find([int(LENGTHS[index])])
+        waiting[bucket].append(int(index))
+        if len(waiting[bucket]) == bucket.batch_size:
+            out.append((bucket, waiting[bucket]))
+            waiting[bucket] = []
+    return out
+
+
+def test_full_batches_stand_in_the_order_in_which_a_stream_fills_them():
+    schedule = sb.Schedule(LENGTHS, PLAN, shuffle=False)
+    expected = streamed(np.arange(len(LENGTHS)))
+    found = [(bucket, rows.tolist()) for bucket, rows in epoch(schedule)]
+    assert found[: len(expected)] == expected
+    assert len(found) - len(expected) < len(PLAN)
+
+
+def test_epochs_differ_and_seeds_differ_and_both_are_reproducible():
+    def orders(seed):
+        return [
+            np.concatenate([rows for _, rows in epoch(sb.Schedule(LENGTHS, PLAN, seed=seed), e)]).tolist()
+            for e in (0, 1)
+        ]
+
+    assert orders(1) == orders(1)
+    assert len({tuple(order) for seed in (1, 2) for order in orders(seed)}) == 4
+
+
+def test_the_order_is_pinned_since_a_run_must_resume_under_another_numpy():
+    schedule = sb.Schedule([1, 2, 3, 4, 5, 6, 7, 8], plan_of((8, 8)), seed=3)
+    assert [schedule[epoch_number].indices.tolist() for epoch_number in (0, 1)] == [
+        [7, 6, 2, 5, 3, 0, 1, 4],
+        [5, 0, 4, 6, 3, 1, 2, 7],
+    ]
+
+
+def test_leftovers_are_promoted_where_they_fit_entirely():
+    def promoted(*rest):
+        return [(each.bucket, each.parts) for each in promote(rest, PLAN)]
+
+    assert promoted(2, 2, 0) == [(1, [(1, 0, 2), (0, 0, 2)])]
+    assert promoted(3, 2, 1) == [(1, [(1, 0, 2), (0, 1, 3)]), (2, [(2, 0, 1), (0, 0, 1)])]
+    assert promoted(4, 2, 1) == [(0, [(0, 0, 4)]), (1, [(1, 0, 2)]), (2, [(2, 0, 1)])]
+    assert promoted(1, 1, 1) == [(1, [(1, 0, 1), (0, 0, 1)]), (2, [(2, 0, 1)])]
+    assert promoted(0, 1, 1) == [(2, [(2, 0, 1), (1, 0, 1)])]
+
+
+def test_promotion_needs_a_larger_bucket_on_every_axis():
+    layout = sb.Layout({"a": "int32[s]", "b": "int32[t]"})
+    plan = sb.BucketPlan(layout, [sb.Bucket((("s", 2), ("t", 9)), 4), sb.Bucket((("s", 9), ("t", 8)), 4)])
+    assert [each.bucket for each in promote([1, 1], plan)] == [0, 1]
+
+
+def test_remainder_drop_leaves_only_full_batches_and_counts():
+    schedule = sb.Schedule(LENGTHS, PLAN, remainder="drop")
+    batches = epoch(schedule)
+    assert all(len(rows) == bucket.batch_size for bucket, rows in batches)
+    report = schedule.report()
+    assert report.remainder_dropped == len(LENGTHS) - sum(len(rows) for _, rows in batches) > 0
+    assert report.seen == len(LENGTHS)
+
+
+def test_overlong_policies():
+    lengths = [3, 40, 5, 17]
+    message = (
+        r"sample 1 with lengths \{'s': 40\} fits no bucket of the plan .*\(2 samples fit no bucket; this is the first\)"
+    )
+    with pytest.raises(sb.OverlongError, match=message):
+        sb.Schedule(lengths, PLAN)
+    dropped = sb.Schedule(lengths, PLAN, overlong="drop")
+    assert sorted(np.concatenate([rows for _, rows in epoch(dropped)])) == [0, 2]
+    assert (dropped.report().overlong_dropped, dropped.report().truncated) == (2, 0)
+    cut = sb.Schedule(lengths, PLAN, overlong="truncate")
+    assert sorted(np.concatenate([rows for _, rows in epoch(cut)])) == [0, 1, 2, 3]
+    report = cut.report()
+    assert (report.overlong_dropped, report.truncated) == (0, 2)
+    assert sum(report.real_elements) == 3 + 16 + 5 + 16
+
+
+def test_absent_elements_are_in_no_batch():
+    table = sb.LengthTable(("s",), np.array([[3], [-1], [5], [-1]], np.int32))
+    schedule = sb.Schedule(table, PLAN)
+    assert sorted(np.concatenate([rows for _, rows in epoch(schedule)])) == [0, 2]
+    assert (schedule.report().absent, schedule.report().seen) == (2, 2)
+
+
+def test_the_report_counts_what_the_batches_hold():
+    schedule = sb.Schedule(LENGTHS, PLAN, seed=5)
+    report = schedule.report(epoch=1)
+    batches = epoch(schedule, 1)
+    for k, bucket in enumerate(PLAN.buckets):
+        mine = [rows for each, rows in batches if each == bucket]
+        assert report.batches[k] == len(mine)
+        assert report.samples[k] == sum(map(len, mine))
+        assert report.real_elements[k] == sum(int(LENGTHS[rows].sum()) for rows in mine)
+        assert report.padded_elements[k] == len(mine) * bucket.batch_size * bucket.sizes["s"]
+    assert report.padding_fraction == pytest.approx(1 - LENGTHS.sum() / sum(report.padded_elements))
+    assert str(report).splitlines()[0].startswith(f"203 samples in {len(schedule)} batches, padding")
+    assert str(report).splitlines()[-1] == (
+        "0 truncated, 0 dropped as overlong, 0 dropped with the remainder, 0 waiting, 0 absent"
+    )
+
+
+def test_threads_and_pickles_see_one_order():
+    schedule = sb.Schedule(LENGTHS, PLAN, seed=1)
+    expected = [rows.tolist() for e in range(3) for _, rows in epoch(schedule, e)]
+    fresh = pickle.loads(pickle.dumps(schedule))
+    numbers = np.random.default_rng(0).permutation(len(expected)).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(zip(numbers, pool.map(lambda index: fresh[index].indices.tolist(), numbers), strict=True))
+    assert [found[index] for index in range(len(expected))] == expected
+
+
+def test_a_pickle_carries_no_epoch():
+    lengths = np.ones(100_000, np.int32)
+    schedule = sb.Schedule(lengths, plan_of((4, 8)))
+    before = len(pickle.dumps(schedule))
+    schedule[0]
+    assert len(pickle.dumps(schedule)) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remainder": "keep"}, r"remainder must be one of \('pad', 'drop'\), but got 'keep'"),
+        ({"overlong": "cut"}, r"overlong must be one of \('error', 'truncate', 'drop'\), but got 'cut'"),
+        ({"seed": -1}, "the seed must be a non-negative integer, but got -1"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(sb.ScheduleError, match=message):
+        sb.Schedule([1], PLAN, **options)
+
+
+def test_no_batch_is_an_error():
+    with pytest.raises(
+        sb.ScheduleError, match=r'no batch can be made .* the 1 samples fill no batch \(remainder="drop"\)'
+    ):
+        sb.Schedule([1], PLAN, remainder="drop")
+    with pytest.raises(sb.ScheduleError, match="no batch can be made of this data: it has no samples"):
+        sb.Schedule([99], PLAN, overlong="drop")
+
+
+def test_negative_indices_are_refused():
+    with pytest.raises(IndexError, match="a schedule has no batch -1"):
+        sb.Schedule([1], PLAN)[-1]
