@@ -179,6 +179,24 @@ class Layout:
         return cls.of(_infer_features(columns, dtypes))
 
     @cached_property
+    def _checks(self) -> list[tuple[Feature, np.dtype[Any] | None, tuple[int, ...]]]:
+        """For each feature its dtype, and for each dimension the axis' position, or ~size where it is fixed."""
+        return [
+            (
+                feature,
+                feature.dtype,
+                tuple(self.axes.index(dim) if isinstance(dim, str) else ~dim for dim in feature.dims),
+            )
+            for feature in self.features
+        ]
+
+    @cached_property
+    def _flat_keys(self) -> list[str] | None:
+        """The features' keys, if no feature is nested."""
+        nested = any(len(feature.path) > 1 for feature in self.features)
+        return None if nested else [feature.path[0] for feature in self.features]
+
+    @cached_property
     def _skeleton(self) -> dict[str, Any]:
         return self.to_tree([None] * len(self.features))
 
@@ -220,25 +238,28 @@ class Layout:
         Raises:
             LayoutError: naming the leaf and what to do, if the sample does not fit.
         """
-        leaves: list[Any] = []
-        self._collect(self._skeleton, sample, (), leaves)
         arrays: list[npt.NDArray[Any]] = []
-        sizes: dict[str, int] = {}
-        for feature, leaf in zip(self.features, leaves, strict=True):
-            plain = type(leaf) is np.ndarray and leaf.dtype == feature.dtype
-            array = cast(npt.NDArray[Any], leaf) if plain else _as_array(feature, leaf)
+        sizes = [-1] * len(self.axes)
+        for (feature, dtype, slots), leaf in zip(self._checks, self._leaves(sample), strict=True):
+            plain = type(leaf) is np.ndarray and leaf.dtype == dtype
+            array = cast("npt.NDArray[Any]", leaf) if plain else _as_array(feature, leaf)
             arrays.append(array)
-            if array.ndim != len(feature.dims):
+            shape = array.shape
+            if len(shape) != len(slots):
                 raise LayoutError(
-                    f"has rank {array.ndim} (shape {array.shape}), but the layout says "
+                    f"has rank {array.ndim} (shape {shape}), but the layout says "
                     f"{feature.notation!r}, rank {len(feature.dims)}",
                     path=feature.name,
                 )
-            for position, (dim, size) in enumerate(zip(feature.dims, array.shape, strict=True)):
-                expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
-                if expected != size:
-                    raise self._wrong_size(feature, array.shape, position, expected)
-        return arrays, tuple([sizes[axis] for axis in self.axes])
+            for slot, size in zip(slots, shape, strict=True):
+                if slot < 0:
+                    if size != ~slot:
+                        raise self._wrong_size(feature, shape, sizes)
+                elif sizes[slot] < 0:
+                    sizes[slot] = size
+                elif sizes[slot] != size:
+                    raise self._wrong_size(feature, shape, sizes)
+        return arrays, tuple(sizes)
 
     def lengths(self, sample: Tree) -> tuple[int, ...]:
         """Returns the sample's length on each axis, in elements, in the order of `axes`.
@@ -299,6 +320,18 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join(f"{feature.name}: {feature.notation!r}" for feature in self.features)
 
+    def _leaves(self, sample: Tree) -> list[Any]:
+        """Returns the sample's leaves in the order of `features`."""
+        keys = self._flat_keys
+        if keys is not None and type(sample) is dict and len(sample) == len(keys):
+            try:
+                return [sample[key] for key in keys]
+            except KeyError:
+                pass  # the slow way says which
+        leaves: list[Any] = []
+        self._collect(self._skeleton, sample, (), leaves)
+        return leaves
+
     def _collect(self, node: Tree, sample: Any, path: tuple[str, ...], leaves: list[Any]) -> None:
         """Appends the sample's leaves in the order of `features`."""
         if not isinstance(sample, Mapping):
@@ -316,7 +349,11 @@ class Layout:
             else:
                 leaves.append(found[key])
 
-    def _wrong_size(self, feature: Feature, shape: tuple[int, ...], position: int, expected: int) -> LayoutError:
+    def _wrong_size(self, feature: Feature, shape: tuple[int, ...], sizes: Sequence[int]) -> LayoutError:
+        """Explains the first dimension that is not as the layout says, given the axes' sizes so far."""
+        known = dict(zip(self.axes, sizes, strict=True))
+        expected = feature.shape(known)
+        position = next(i for i, (one, other) in enumerate(zip(shape, expected, strict=True)) if one != other)
         dim = feature.dims[position]
         if isinstance(dim, int):
             problem = (
@@ -324,10 +361,10 @@ class Layout:
                 f"{feature.notation!r} fixes it at {dim}: give the dimension a name if it varies"
             )
         else:
-            holders = [other.name for other in self.features if dim in other.axes]
-            first = holders[0] if holders[0] != feature.name else "an earlier dimension of it"
+            holder = next(other.name for other in self.features if dim in other.axes)
+            where = "an earlier dimension of it" if holder == feature.name else repr(holder)
             problem = (
-                f"has length {shape[position]} on axis {dim!r} (shape {shape}), but {first!r} has {expected}: features "
+                f"has length {shape[position]} on axis {dim!r} (shape {shape}), but {where} has {known[dim]}: features "
                 "that share an axis must agree on it in every sample; give them different axes if they do not"
             )
         return LayoutError(problem, path=feature.name)

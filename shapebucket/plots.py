@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,26 +12,26 @@ from shapebucket.errors import MissingExtraError
 from shapebucket.lengths import LengthTable
 
 try:
-    import matplotlib.figure
+    from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     raise MissingExtraError("matplotlib", "plots") from error
 
 
-def plot_lengths(
-    lengths: LengthTable, plan: BucketPlan, path: str | os.PathLike[str], *, axis: str | None = None
-) -> None:
-    """Draws the histogram of the lengths with the plan's boundaries, and writes it to a file.
+def plot_lengths(lengths: LengthTable, plan: BucketPlan, *, axis: str | None = None) -> Figure:
+    """Draws the histogram of the lengths with the plan's boundaries.
 
     Args:
         lengths: of the samples.
         plan: the buckets.
-        path: the picture's file; its ending says the format.
         axis: which axis to draw, the first if not given.
+
+    Returns:
+        The figure; `figure.savefig("lengths.png")` writes it to a file.
     """
     column = lengths.axes.index(axis) if axis else 0
     values = lengths.values[lengths.present, column]
     bounds = np.unique(plan.sizes[:, column])
-    figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     long_tail = values.max() > 8 * max(1, np.median(values))
     spaced = np.geomspace if long_tail else np.linspace
@@ -55,7 +54,7 @@ def plot_lengths(
     axes.set_ylabel("samples")
     padding = f", padding {plan.planned.padding_fraction:.1%}" if plan.planned else ""
     figure.suptitle(f"{len(values):,} samples and the boundaries of {len(plan)} buckets{padding}", fontsize=11)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 class Throughput(NamedTuple):
@@ -70,14 +69,16 @@ class Throughput(NamedTuple):
     steps: Sequence[tuple[float, float, int]]
 
 
-def plot_throughput(runs: Mapping[str, Throughput], path: str | os.PathLike[str]) -> None:
-    """Draws real tokens a second over time, with the time that went into compiling, and writes it to a file.
+def plot_throughput(runs: Mapping[str, Throughput]) -> Figure:
+    """Draws real tokens a second over time, with the time that went into compiling.
 
     Args:
         runs: by name.
-        path: the picture's file; its ending says the format.
+
+    Returns:
+        The figure.
     """
-    figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 1.7 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 1.7 * len(runs)), layout="constrained")
     panels = np.atleast_1d(np.asarray(figure.subplots(len(runs), 1, sharex=False), dtype=object))
     top = max(real / seconds for run in runs.values() for seconds, _, real in run.steps)
     for panel, (name, run) in zip(panels, runs.items(), strict=True):
@@ -96,4 +97,4 @@ def plot_throughput(runs: Mapping[str, Throughput], path: str | os.PathLike[str]
         panel.set_xlim(-run.seconds_ahead, ends[-1])
         panel.set_ylabel("tokens/s")
     panels[-1].set_xlabel("seconds of its own steps, from the first (red: XLA compiles)")
-    figure.savefig(path, dpi=150)
+    return figure

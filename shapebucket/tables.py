@@ -35,7 +35,9 @@ def render(
     for row in rows:
         table.add_row(*row)
     out = StringIO()
-    Console(file=out, width=200, color_system=None, force_terminal=False).print(table, markup=False)
+    Console(file=out, width=200, color_system=None, force_terminal=False, force_jupyter=False).print(
+        table, markup=False
+    )
     drawn = "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
     return "\n".join([title, drawn] + ([caption] if caption else []))
 
@@ -54,7 +56,7 @@ def progress_bars(enabled: bool = True) -> Generator[Progress]:
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_jupyter=False)
     with Progress(*columns, console=console, disable=not (enabled and console.is_terminal)) as progress:
         yield progress
 

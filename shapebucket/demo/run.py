@@ -54,14 +54,13 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     runs = _take_turns(config, plan, lengths)
     report = _report(config, plan, lengths, runs)
     (config.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot_lengths(lengths, plan, config.out / "lengths.png")
+    plot_lengths(lengths, plan).savefig(config.out / "lengths.png", dpi=150)
     plot_throughput(
         {
             _LABELS[name]: Throughput(run.seconds_ahead, [(s.seconds, s.compile_seconds, s.real) for s in run.steps])
             for name, run in runs.items()
-        },
-        config.out / "throughput.png",
-    )
+        }
+    ).savefig(config.out / "throughput.png", dpi=150)
     print(_table(report))
     print(f"\nwrote report.json, plan.json, lengths.png and throughput.png to {config.out}", end="")
     print(f" in {time.perf_counter() - started:.0f} s")

@@ -92,6 +92,9 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
         rows = [self._row(number, offset) for number in indices.tolist()]
+        expected = self.schedule.lengths.values[indices]
+        if not np.array_equal([row.lengths for row in rows], expected):
+            raise self._changed(indices, rows, expected)
         return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
 
     def _row(self, index: int, offset: int) -> Row:
@@ -102,19 +105,20 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
                 "loader must decide alike each time; measure the filtered data set"
             )
         try:
-            row = Row(*self.plan.layout.check(sample))
+            return Row(*self.plan.layout.check(sample))
         except LayoutError as error:
             raise error.at(index) from None
-        expected = self.schedule.lengths.values[index]
-        if not np.array_equal(row.lengths, expected):
-            axes = self.plan.layout.axes
-            raise ScheduleError(
-                f"sample {index} has lengths {dict(zip(axes, row.lengths, strict=True))}, but "
-                f"{dict(zip(axes, expected.tolist(), strict=True))} was measured: the lengths are of other data, or the data "
-                "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; for random "
-                "lengths use BucketedIterDataset"
-            )
-        return row
+
+    def _changed(self, indices: npt.NDArray[Any], rows: list[Row], expected: npt.NDArray[np.int32]) -> ScheduleError:
+        """Explains the first sample that has not the length it was measured with."""
+        at = next(i for i, row in enumerate(rows) if list(row.lengths) != expected[i].tolist())
+        axes = self.plan.layout.axes
+        return ScheduleError(
+            f"sample {indices[at]} has lengths {dict(zip(axes, rows[at].lengths, strict=True))}, but "
+            f"{dict(zip(axes, expected[at].tolist(), strict=True))} was measured: the lengths are of other data, or the data "
+            "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; for random "
+            "lengths use BucketedIterDataset"
+        )
 
     def __str__(self) -> str:
         return f"BucketedMapDataset(buckets={len(self.plan)}, batches={len(self)})"

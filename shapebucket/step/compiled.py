@@ -152,19 +152,16 @@ class CompiledStep:
             SignatureError: if the batch is not of a bucket's shape, dtype and tree, or another argument differs from what
                 was compiled for. Donated buffers are intact then.
         """
-        if self._place is None:
-            raise StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
         try:
-            batch = args[self._place] if isinstance(self._place, int) else kwargs[self._place]
+            batch = args[self._place] if type(self._place) is int else kwargs[self._place]  # pyright: ignore[reportArgumentType]
         except (IndexError, KeyError):
-            raise SignatureError(
-                f"the step was compiled with the batch as argument {self._place!r}, but was called with {len(args)} positional "
-                f"arguments and the keywords {sorted(kwargs)}"
-            ) from None
-        executable = self._dispatch.get(signature_of(batch))
-        if executable is None:
-            raise self._no_bucket(batch)
-        args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
+            raise self._no_batch(args, kwargs) from None
+        try:
+            executable = self._dispatch[signature_of(batch)]
+        except (AttributeError, KeyError):
+            raise self._no_bucket(batch) from None
+        if self._prepare is not None or self._sharding is not None:
+            args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
         try:
             return executable(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -197,6 +194,15 @@ class CompiledStep:
             return (*args[: self._place], batch, *args[self._place + 1 :]), kwargs
         assert self._place is not None
         return args, {**kwargs, self._place: batch}
+
+    def _no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepError | SignatureError:
+        """Explains why a call has no batch."""
+        if self._place is None:
+            return StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
+        return SignatureError(
+            f"the step was compiled with the batch as argument {self._place!r}, but was called with {len(args)} positional "
+            f"arguments and the keywords {sorted(kwargs)}"
+        )
 
     def _no_bucket(self, batch: Any) -> SignatureError:
         """Explains why a batch is none of the plan's: by its difference from the nearest bucket."""

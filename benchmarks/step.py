@@ -1,0 +1,67 @@
+"""Dispatch: the compiled step against the right executable called directly, and against plain jit on the same call."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import Result, interleave, main, result
+
+import shapebucket as sb
+
+
+def step_fn(state: list, batch: dict) -> list:
+    """Touches every leaf and computes next to nothing."""
+    one = batch["tokens"][0, 0] + batch["weights"].shape[0]
+    return [leaf + one for leaf in state]
+
+
+def measure(quick: bool) -> list[Result]:
+    layout = sb.Layout({"tokens": "float32[s]", "weights": "float32[s]"})
+    plan = sb.BucketPlan(layout, [sb.Bucket((("s", size),), 2) for size in (4, 8)])
+    batch = jax.device_put(sb.pad([], plan.buckets[0], plan))
+    results = []
+    calls = 200 if quick else 2000
+    for leaves in (3, 100, 500):
+        state = [jnp.zeros(()) for _ in range(leaves)]
+        step = sb.CompiledStep(step_fn, plan)
+        step.compile(state, sb.BATCH, progress=False)
+        executable = step.executables[plan.buckets[0]]
+        jitted = jax.jit(step_fn)
+
+        def loop(run, state=state) -> None:
+            for _ in range(calls):
+                out = run(state, batch)
+            jax.block_until_ready(out)
+
+        seconds = interleave(
+            {
+                "step": lambda loop=loop, run=step: loop(run),
+                "compiled": lambda loop=loop, run=executable: loop(run),
+                "jit": lambda loop=loop, run=jitted: loop(run),
+            },
+            3 if quick else 7,
+        )
+        extra = 1e6 * (seconds["step"] - seconds["compiled"]) / calls
+        results.append(result(f"step − compiled, µs a call, {leaves} leaves", extra, target=3.0, better="lower"))
+        target = 1.3 if leaves == 3 else 1.05
+        results.append(
+            result(
+                f"step/jit seconds ratio, {leaves} leaves",
+                seconds["step"] / seconds["jit"],
+                target=target,
+                better="lower",
+            )
+        )
+    started = time.perf_counter()
+    for _ in range(10_000):
+        step._dispatch.get(sb.step.signature.signature_of(batch))
+    results.append(result("guard alone, µs", [1e6 * (time.perf_counter() - started) / 10_000], better="lower"))
+    return results
+
+
+if __name__ == "__main__":
+    np.random.default_rng(0)
+    main("step", measure)
