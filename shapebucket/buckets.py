@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, OverlongError, PlanError
+from shapebucket.files import replacing
 from shapebucket.layout import Layout
+from shapebucket.lengths import LengthTable
 from shapebucket.tables import render
 
 Masks = Literal["mask", "length"]
@@ -47,9 +51,8 @@ class Bucket:
     batch_size: int
 
     def __post_init__(self) -> None:
-        for name, size in (*self.axes, ("batch_size", self.batch_size)):
-            if size < 1:
-                raise PlanError(f"a bucket's sizes must be at least 1, but {name} is {size}")
+        object.__setattr__(self, "axes", tuple((name, _whole(name, size)) for name, size in self.axes))
+        object.__setattr__(self, "batch_size", _whole("batch_size", self.batch_size))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -58,6 +61,17 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"[{self.batch_size} × {' '.join(f'{name}={size}' for name, size in self.axes)}]"
+
+
+def _whole(name: str, size: Any) -> int:
+    """Returns a Python integer of at least 1, also for numpy's, which JSON does not take."""
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise PlanError(f"a bucket's sizes must be whole numbers of at least 1, but {name} is {size!r}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ class PlanReport:
     @property
     def shares(self) -> tuple[float, ...]:
         """The share of the samples in each bucket; sums to 1."""
-        total = sum(self.samples)
+        total = max(1, sum(self.samples))
         return tuple(count / total for count in self.samples)
 
     @property
@@ -113,6 +127,13 @@ class PlanReport:
     def lower_bound(self) -> float | None:
         """The padding fraction that no plan of as many buckets can go below, where known."""
         return None if self.least_elements is None else padding_fraction(sum(self.real_elements), self.least_elements)
+
+
+def _check_axes(bucket: Bucket, layout: Layout) -> None:
+    """Raises PlanError for a bucket whose axes are not the layout's, in its order."""
+    names = tuple(name for name, _ in bucket.axes)
+    if names != layout.axes:
+        raise PlanError(f"{bucket} has the axes {names}, but the layout has {layout.axes}, in this order")
 
 
 def padding_fraction(real: int, padded: int) -> float:
@@ -156,16 +177,17 @@ class BucketPlan:
             raise PlanError(f"masks must be one of {get_args(Masks)}, but got {masks!r}")
         every = list(buckets)
         for bucket in every:
-            if tuple(bucket.sizes) != layout.axes:
-                raise PlanError(f"{bucket} has the axes {tuple(bucket.sizes)}, but the layout has {layout.axes}")
+            _check_axes(bucket, layout)
         if len({bucket.axes for bucket in every}) != len(every) or not every:
             listed = ", ".join(map(str, every)) or "none"
             raise PlanError(f"a plan needs at least one bucket, and no two of one shape; got {listed}")
         ordered = sorted(every, key=lambda bucket: (int(layout.elements(list(bucket.sizes.values()))), bucket))
-        keys = [f"{axis}_{masks}" for axis in layout.axes] + [EXAMPLE_MASK]
-        for clash in {feature.path[0] for feature in layout.features}.intersection(keys):
+        keys = [f"{axis}_{kind}" for axis in layout.axes for kind in get_args(Masks)] + [EXAMPLE_MASK]
+        names = [*keys, *{feature.path[0] for feature in layout.features}]
+        for clash in {name for name in names if names.count(name) > 1}:
             raise LayoutError(
-                "a batch has a mask of this name: rename the feature with .map(), or the axis in the layout", path=clash
+                "a batch has masks or lengths of this name: rename the feature with .map(), or the axis in the layout",
+                path=clash,
             )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "buckets", tuple(ordered))
@@ -243,9 +265,14 @@ class BucketPlan:
             found[overlong] = np.argmax(kept, axis=0)
         return found
 
-    def report(self, lengths: npt.ArrayLike) -> PlanReport:
-        """Reports what the plan does to the given lengths, integers [N, A]; overlong samples count as cut."""
-        table = np.asarray(lengths, np.int64)
+    def report(self, lengths: LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike]) -> PlanReport:
+        """Reports what the plan does to given lengths: those that `plan_buckets` takes; overlong samples count as cut.
+
+        Raises:
+            LengthsError: for lengths that are none, or of other axes.
+        """
+        given = LengthTable.of(lengths, self.layout.axes)
+        table = given.values[given.present].astype(np.int64)
         assigned = self.assign(table, truncate=True)
         sizes = self.sizes[assigned]
         real = self.layout.elements(np.minimum(table, sizes))
@@ -258,12 +285,18 @@ class BucketPlan:
             pad_to_max_elements=len(table) * int(self.layout.elements(self.sizes.max(axis=0))),
         )
 
+    def check(self, bucket: Bucket) -> None:
+        """Raises PlanError for a bucket whose axes are not the plan's, in its order."""
+        _check_axes(bucket, self.layout)
+
     def batch_spec(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the shapes and dtypes of a bucket's batch, as a tree of `ArraySpec` with the batch's structure.
 
         Raises:
             LayoutError: if a feature's dtype is not known.
+            PlanError: for a bucket of other axes.
         """
+        self.check(bucket)
         specs = [
             ArraySpec((bucket.batch_size, *feature.shape(bucket.sizes)), feature.known_dtype)
             for feature in self.layout.features
@@ -274,6 +307,32 @@ class BucketPlan:
             batch[f"{axis}_{self.masks}"] = ArraySpec(shape, np.dtype(bool if self.masks == "mask" else np.int32))
         batch[EXAMPLE_MASK] = ArraySpec((bucket.batch_size,), np.dtype(bool))
         return batch
+
+    def batch_bytes(self, bucket: Bucket) -> int:
+        """Returns the bytes of a bucket's batch: its features, masks left out.
+
+        Raises:
+            LayoutError: if a feature's dtype is not known.
+        """
+        shapes = [(feature.shape(bucket.sizes), feature.known_dtype.itemsize) for feature in self.layout.features]
+        return bucket.batch_size * sum(math.prod(shape) * size for shape, size in shapes)
+
+    def with_layout(self, layout: Layout) -> BucketPlan:
+        """Returns the plan for another layout of the same axes: with dtypes, say, where it was made from bare lengths.
+
+        Raises:
+            PlanError: if the axes are not the same.
+        """
+        if set(layout.axes) != set(self.layout.axes):
+            raise PlanError(f"the plan has the axes {self.layout.axes}, but the layout has {layout.axes}")
+        buckets = [
+            Bucket(tuple((axis, bucket.sizes[axis]) for axis in layout.axes), bucket.batch_size)
+            for bucket in self.buckets
+        ]
+        same = (
+            layout.axes == self.layout.axes and (layout.elements(self.sizes) == self.layout.elements(self.sizes)).all()
+        )
+        return BucketPlan(layout, buckets, masks=self.masks, planned=self.planned if same else None)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values; `from_json` takes them back."""
@@ -306,7 +365,7 @@ class BucketPlan:
                 masks=value["masks"],
                 planned=None if planned is None else PlanReport.from_json(planned),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, LayoutError) as error:
             raise PlanError(f"not a plan: {error!r} while reading it") from error
 
     def summary(self) -> dict[str, Any]:
@@ -331,7 +390,8 @@ class BucketPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        with replacing(path) as file:
+            file.write(json.dumps(self.to_json(), indent=2).encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
@@ -348,9 +408,14 @@ class BucketPlan:
     def __str__(self) -> str:
         report = self.planned
         elements = self.layout.elements(self.sizes)
-        header = [*self.layout.axes, "batch", "elements"] + (["share", "padding"] if report else [])
+        header = [*self.layout.axes, "batch", "elements", "MB"] + (["share", "padding"] if report else [])
         rows = [
-            [*map(str, bucket.sizes.values()), str(bucket.batch_size), f"{bucket.batch_size * int(each):,}"]
+            [
+                *map(str, bucket.sizes.values()),
+                str(bucket.batch_size),
+                f"{bucket.batch_size * int(each):,}",
+                f"{self.batch_bytes(bucket) / 1e6:.3g}" if self.layout.has_dtypes else "?",
+            ]
             for bucket, each in zip(self.buckets, elements, strict=True)
         ]
         if report is not None:

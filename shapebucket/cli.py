@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (ShapebucketError, FileNotFoundError) as error:
+    except (ShapebucketError, OSError) as error:
         print(f"shapebucket: {error}", file=sys.stderr)
         return 2
     return 0
@@ -36,15 +36,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
-    plan.add_argument("--max-buckets", type=int, default=8, metavar="K", help="the most buckets")
+    plan.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="the most buckets")
     size = plan.add_mutually_exclusive_group()
     size.add_argument(
-        "--token-budget", type=int, metavar="N", help="padded elements a batch may hold (or --batch-size)"
+        "--token-budget", type=_positive, metavar="N", help="padded elements a batch may hold (or --batch-size)"
     )
-    size.add_argument("--batch-size", type=int, metavar="B", help="rows of every bucket (1 if neither is given)")
-    plan.add_argument("--multiple-of", type=int, default=1, metavar="M", help="every size is a multiple of it")
-    plan.add_argument("--max-size", type=int, metavar="L", help="no bucket is larger; longer samples count as cut")
-    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for BucketPlan.load")
+    size.add_argument("--batch-size", type=_positive, metavar="B", help="rows of every bucket (1 if neither is given)")
+    plan.add_argument("--multiple-of", type=_positive, default=1, metavar="M", help="every size is a multiple of it")
+    plan.add_argument(
+        "--max-size", type=_positive, metavar="L", help="no bucket is larger; longer samples count as cut"
+    )
+    plan.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load(FILE).with_layout(…)"
+    )
     plan.add_argument("--json", action="store_true", help="print the result as one JSON object")
     plan.set_defaults(run=_plan)
 
@@ -59,16 +63,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--data-dir", type=Path, default=cache, metavar="DIR", help="the TFDS data set; reused")
     demo.add_argument("--quick", action="store_true", help="a part of the corpus and few steps: under a minute")
-    demo.add_argument("--steps", type=int, metavar="N", help="steps of the bucketed run (120; 32 with --quick)")
-    demo.add_argument("--max-buckets", type=int, default=8, metavar="K", help="buckets of the plan")
-    demo.add_argument("--token-budget", type=int, default=4096, metavar="N", help="padded tokens of a batch")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="steps of the bucketed run (120; 32 with --quick)")
+    demo.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="buckets of the plan")
+    demo.add_argument("--token-budget", type=_positive, default=4096, metavar="N", help="padded tokens of a batch")
     demo.set_defaults(run=_demo)
     return parser
 
 
+def _positive(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text!r}")
+    return number
+
+
 def _plan(options: argparse.Namespace) -> None:
     lengths = LengthTable.load(options.file)
-    batch_size = options.batch_size or (None if options.token_budget else 1)
+    batch_size = 1 if options.batch_size is None and options.token_budget is None else options.batch_size
     plan = plan_buckets(
         lengths,
         max_buckets=options.max_buckets,

@@ -1,16 +1,27 @@
 """Every exception that shapebucket raises on purpose.
 
-Each says the rule, the value received and where, what is allowed, and what to do next; the facts are attributes, so
-that a program can act on them.
+Each says the rule, the value received and where, what is allowed, and what to do next. All of them can be pickled, since
+worker processes send them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class ShapebucketError(Exception):
     """The base of all of them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[ShapebucketError], args: tuple[Any, ...], facts: dict[str, Any]) -> ShapebucketError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
 
 
 class LayoutError(ShapebucketError, ValueError):
@@ -84,7 +95,15 @@ class StepError(ShapebucketError, RuntimeError):
 
 
 class SignatureError(ShapebucketError, TypeError):
-    """A compiled step was called with something it was not compiled for. Donated buffers are intact."""
+    """A compiled step was called with something it was not compiled for. It did not run, and donated nothing.
+
+    Attributes:
+        differences: a line for each leaf that differs.
+    """
+
+    def __init__(self, message: str, differences: list[str] | None = None) -> None:
+        self.differences = differences or []
+        super().__init__(message)
 
 
 class MissingExtraError(ShapebucketError, ImportError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -215,15 +216,21 @@ class Layout:
         pairs = zip(self.features, arrays, strict=True)
         return Layout.of(_checked_pad(replace(feature, dtype=array.dtype)) for feature, array in pairs)
 
-    def same_axes(self, other: Layout) -> bool:
-        """Whether the two differ in nothing but in dtypes that one of them does not know."""
+    def with_dtypes_of(self, other: Layout) -> Layout | None:
+        """Returns this layout with the dtypes it lacks taken from another of the same features and dimensions.
+
+        Returns:
+            None where the two do not go together: another feature, dimension, or dtype.
+        """
         if len(self.features) != len(other.features):
-            return False
-        return all(
-            (mine.path, mine.dims, mine.pad_value) == (theirs.path, theirs.dims, theirs.pad_value)
-            and (mine.dtype is None or theirs.dtype is None or mine.dtype == theirs.dtype)
-            for mine, theirs in zip(self.features, other.features, strict=True)
-        )
+            return None
+        features: list[Feature] = []
+        for mine, theirs in zip(self.features, other.features, strict=True):
+            dtype = mine.dtype or theirs.dtype
+            if (mine.path, mine.dims) != (theirs.path, theirs.dims) or (theirs.dtype or dtype) != dtype:
+                return None
+            features.append(_checked_pad(replace(mine, dtype=dtype)))
+        return Layout.of(features)
 
     def check(self, sample: Tree) -> tuple[list[npt.NDArray[Any]], tuple[int, ...]]:
         """Checks a sample against the layout.
@@ -446,8 +453,11 @@ def _checked_pad(feature: Feature) -> Feature:
     if dtype is not None:
         with np.errstate(all="ignore"):
             held = np.array(value).astype(dtype)
-        if not (held == value or (isinstance(value, float) and math.isnan(value) and held != held)):
+        nan = isinstance(value, float) and math.isnan(value)
+        if not (held == value or (nan and held != held)):
             raise LayoutError(f"the pad value {value!r} does not fit its dtype {dtype}", path=feature.name)
+        if not nan and dtype.kind != "c":
+            return replace(feature, pad_value=held.item())  # 0 and 0.0 are one pad value of a float feature
     return feature
 
 
@@ -467,10 +477,13 @@ def _as_array(feature: Feature, leaf: Any) -> npt.NDArray[Any]:
             f"is text ({type(leaf).__name__}), which has no numeric dtype: tokenise it with .map(), or drop the feature",
             path=feature.name,
         )
-    if leaf is None or not hasattr(leaf, "__array__"):
+    if leaf is None or not hasattr(leaf, "__array__") or isinstance(leaf, np.ma.MaskedArray):
         raise LayoutError(f"is {type(leaf).__name__}, where an array belongs", path=feature.name)
-    array = np.asarray(leaf)
-    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"cannot be made a numpy array: {error}", path=feature.name) from error
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void or not array.dtype.isnative:
         raise LayoutError(
             f"is an array of dtype {array.dtype}, which JAX cannot hold: make it an array of numbers"
             + (" (an object array often comes from rows of unequal length)" if array.dtype.kind == "O" else ""),
@@ -490,7 +503,8 @@ def _scalar_as_array(feature: Feature, leaf: Scalar) -> npt.NDArray[Any]:
     try:
         with np.errstate(all="raise"):
             array = np.asarray(leaf, dtype)
-        lossless = array == leaf or leaf != leaf or (isinstance(leaf, float) and dtype.kind not in "biu")
+        rounded = isinstance(leaf, float) and dtype.kind not in "biu"  # floats may round, whole numbers may not
+        lossless = rounded or array.item() == leaf
     except (OverflowError, FloatingPointError):
         lossless = False
         array = np.asarray(0, dtype)
@@ -503,6 +517,7 @@ def _some(dataset: Any, samples: int) -> Iterator[tuple[int, Tree]]:
     """Yields up to `samples` samples with their indices, spread evenly where the data set has random access."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         length = len(dataset)
+        length = samples if length >= sys.maxsize else length  # one without end
         indices = (
             np.unique(np.linspace(0, length - 1, min(samples, length)).astype(np.int64)).tolist() if length else []
         )

@@ -5,9 +5,12 @@ Letters in shapes: `N` samples, `A` axes of the layout.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.files import replacing
 from shapebucket.layout import Layout, Tree
 from shapebucket.tables import track
 
 ABSENT = -1
 _LAYOUT_KEY = "__layout__"
 _CHUNK = 1024
+_INFERRED_FROM = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,18 @@ class LengthTable:
     axes: tuple[str, ...]
     values: npt.NDArray[np.int32]
     layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.dtype != np.int32 or values.ndim != 2 or values.shape[1] != len(self.axes):
+            raise LengthsError(
+                f"a table of the axes {self.axes} must be int32 [N, {len(self.axes)}], but got {values.dtype} "
+                f"{list(values.shape)}; LengthTable.of makes one from arrays"
+            )
+        if values.size and (
+            values.min() < ABSENT or ((values == ABSENT).any(axis=1) != (values == ABSENT).all(axis=1)).any()
+        ):
+            raise LengthsError("a table holds lengths of 0 or more, or a whole row of -1 for an absent element")
 
     def __len__(self) -> int:
         return len(self.values)
@@ -83,9 +100,12 @@ class LengthTable:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the table to an `.npz` file: one array an axis, and the layout."""
         layout = json.dumps(self.layout.to_json() if self.layout else None)
-        columns = {axis: self.values[:, i] for i, axis in enumerate(self.axes)}
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **{_LAYOUT_KEY: np.array(layout)}, **columns)
+        arrays = {_LAYOUT_KEY: np.array(layout), **{axis: self.values[:, i] for i, axis in enumerate(self.axes)}}
+        # not np.savez: an axis may be called "file", as its first argument is
+        with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LengthTable:
@@ -95,21 +115,21 @@ class LengthTable:
             LengthsError: naming the file, for one that holds no lengths.
         """
         try:
-            content = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            with Path(path).open("rb") as file:  # not by its name: numpy leaves a broken archive open
+                content = np.load(file, allow_pickle=False)
+                if isinstance(content, np.ndarray):
+                    return cls.of(content, ["s"])
+                arrays = {name: content[name] for name in content.files}
+            saved = arrays.pop(_LAYOUT_KEY, None)
+            if not arrays:
+                raise LengthsError("it holds no arrays; an .npz file of lengths has one for each axis")
+            if saved is None:
+                return cls.of(arrays, list(arrays))
+            layout = json.loads(str(saved))
+            values = np.stack(list(arrays.values()), axis=1)
+            return cls(tuple(arrays), values, Layout.from_json(layout) if layout else None)
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
             raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
-        if isinstance(content, np.ndarray):
-            return cls.of(content, ["s"])
-        with content:
-            arrays = {name: content[name] for name in content.files}
-        saved = arrays.pop(_LAYOUT_KEY, None)
-        if not arrays:
-            raise LengthsError(f"{os.fspath(path)!r} holds no arrays: an .npz file of lengths has one for each axis")
-        if saved is None:
-            return cls.of(arrays, list(arrays))
-        layout = json.loads(str(saved))
-        values = np.stack(list(arrays.values()), axis=1).astype(np.int32)
-        return cls(tuple(arrays), values, Layout.from_json(layout) if layout else None)
 
 
 def measure(
@@ -130,11 +150,15 @@ def measure(
         LayoutError: with the sample's index, if one does not fit the layout.
         LengthsError: for a data set without samples, or without end.
     """
-    if layout is None:
-        layout = Layout.infer(cast(Sequence[Tree], dataset))
     total = len(cast(Sequence[Any], dataset)) if hasattr(dataset, "__len__") else None
     if total is not None and total >= sys.maxsize:
         raise LengthsError("the data set has no end: measure it before .repeat()")
+    if layout is None:
+        seen: list[Any] = []
+        if isinstance(dataset, Iterator):  # what infer takes from it must be measured too
+            seen = list(itertools.islice(dataset, _INFERRED_FROM))
+            dataset = itertools.chain(seen, dataset)
+        layout = Layout.infer(cast(Sequence[Tree], seen or dataset), samples=_INFERRED_FROM)
     absent = (ABSENT,) * len(layout.axes)
     rows: list[tuple[int, ...]] = []
     for index, sample in enumerate(track(_samples(dataset, total), "measure", total=total, enabled=progress)):

@@ -30,7 +30,7 @@ def pad(samples: Sequence[Tree], bucket: Bucket, plan: BucketPlan, *, truncate: 
 
     Args:
         samples: at most `bucket.batch_size` samples; rows beyond them are padding.
-        bucket: one of the plan's.
+        bucket: one of the plan's, or another of its axes.
         plan: says layout, pad values and masks.
         truncate: whether a sample that is too long is cut at the end of each axis, in place of an error.
 
@@ -41,7 +41,7 @@ def pad(samples: Sequence[Tree], bucket: Bucket, plan: BucketPlan, *, truncate: 
     Raises:
         LayoutError: if a sample does not fit the layout.
         OverlongError: if one does not fit the bucket and `truncate` is False.
-        PlanError: for more samples than the bucket has rows.
+        PlanError: for more samples than the bucket has rows, or a bucket of other axes.
     """
     rows: list[Row] = []
     for index, sample in enumerate(samples):
@@ -55,6 +55,7 @@ def pad(samples: Sequence[Tree], bucket: Bucket, plan: BucketPlan, *, truncate: 
 def pad_rows(rows: Sequence[Row], bucket: Bucket, plan: BucketPlan, *, truncate: bool = False) -> dict[str, Any]:
     """Does what `pad` does, to samples that were checked already."""
     layout = plan.layout
+    plan.check(bucket)
     if len(rows) > bucket.batch_size:
         raise PlanError(f"{len(rows)} samples do not fit the {bucket.batch_size} rows of {bucket}")
     sizes = bucket.sizes
@@ -75,7 +76,7 @@ def pad_rows(rows: Sequence[Row], bucket: Bucket, plan: BucketPlan, *, truncate:
     batch = layout.to_tree(arrays)
     for number, (axis, size) in enumerate(bucket.axes):
         if plan.masks == "mask":
-            batch[f"{axis}_mask"] = np.arange(size) < lengths[:, number, None]
+            batch[f"{axis}_mask"] = length_mask(lengths[:, number], size)
         else:
             batch[f"{axis}_length"] = lengths[:, number].astype(np.int32)
     batch[EXAMPLE_MASK] = np.arange(bucket.batch_size) < len(rows)

@@ -92,8 +92,8 @@ class Schedule:
             ScheduleError: for a policy that does not exist, or if no batch is left.
         """
         check_policies(remainder, overlong)
-        if seed < 0:
-            raise ScheduleError(f"the seed must be a non-negative integer, but got {seed}")
+        if not isinstance(seed, int | np.integer) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ScheduleError(f"the seed must be a non-negative integer, but got {seed!r}")
         self.plan = plan
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
         self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
@@ -111,8 +111,7 @@ class Schedule:
         self._bucket_of = bucket_of
         kept = np.flatnonzero(bucket_of >= 0)
         self._kept = kept.astype(np.int32 if len(bucket_of) < 2**31 else np.int64)
-        self._truncated = len(too_long) if overlong == "truncate" else 0
-        self._overlong_dropped = len(too_long) - self._truncated
+        self._overlong_dropped = len(too_long) if overlong == "drop" else 0
         sizes = np.array([bucket.batch_size for bucket in plan.buckets], np.int64)
         self._samples = np.bincount(bucket_of[kept], minlength=len(plan))
         self._full = self._samples // sizes
@@ -155,15 +154,15 @@ class Schedule:
         bucket_of_row = np.repeat(this.buckets, this.counts)
         within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)
         rows = this.rows[np.repeat(this.starts, this.counts) + within]
-        cut = np.minimum(self.lengths.values[rows], self.plan.sizes[bucket_of_row])
-        real = self.plan.layout.elements(cut)
+        lengths, sizes = self.lengths.values[rows], self.plan.sizes[bucket_of_row]
+        real = self.plan.layout.elements(np.minimum(lengths, sizes))
         count = len(self.plan)
         return LoaderReport(
             plan=self.plan,
             batches=np.bincount(this.buckets, minlength=count).tolist(),
             samples=np.bincount(bucket_of_row, minlength=count).tolist(),
             real_elements=[int(real[bucket_of_row == k].sum()) for k in range(count)],
-            truncated=self._truncated,
+            truncated=int((lengths > sizes).any(axis=1).sum()),
             overlong_dropped=self._overlong_dropped,
             remainder_dropped=len(self._kept) - len(rows),
             waiting=0,

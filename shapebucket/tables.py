@@ -35,7 +35,7 @@ def render(
     for row in rows:
         table.add_row(*row)
     out = StringIO()
-    Console(file=out, width=200, color_system=None, force_terminal=False, force_jupyter=False).print(
+    Console(file=out, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(
         table, markup=False
     )
     drawn = "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())

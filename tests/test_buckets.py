@@ -119,14 +119,28 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, content, message):
             [sb.Bucket((("s", 1),), 1)],
             {},
             sb.LayoutError,
-            "feature 's_mask': a batch has a mask of this name: rename the feature",
+            "feature 's_mask': a batch has masks or lengths of this name: rename the feature",
+        ),
+        (
+            sb.Layout({"s_length": "s"}),
+            [sb.Bucket((("s", 1),), 1)],
+            {},
+            sb.LayoutError,
+            "feature 's_length': a batch has",
+        ),
+        (
+            sb.Layout({"x": "example"}),
+            [sb.Bucket((("example", 1),), 1)],
+            {},
+            sb.LayoutError,
+            "feature 'example_mask': a batch has",
         ),
         (
             sb.Layout({"example_mask": "s"}),
             [sb.Bucket((("s", 1),), 1)],
             {},
             sb.LayoutError,
-            "a batch has a mask of this",
+            "a batch has masks or lengths of",
         ),
     ],
 )
@@ -136,27 +150,32 @@ def test_a_plan_that_makes_no_sense_is_refused(layout, buckets, options, error, 
 
 
 def test_a_bucket_has_positive_sizes():
-    with pytest.raises(sb.PlanError, match="a bucket's sizes must be at least 1, but t is 0"):
+    with pytest.raises(sb.PlanError, match="a bucket's sizes must be whole numbers of at least 1, but t is 0"):
         bucket(1, 0)
+    with pytest.raises(sb.PlanError, match="but s is 8.5"):
+        bucket(8.5, 1)
     with pytest.raises(sb.PlanError, match="but batch_size is 0"):
         bucket(1, 1, 0)
 
 
 def test_report_counts_samples_elements_and_overlong():
     plan = sb.BucketPlan(sb.Layout({"x": "s"}), [sb.Bucket((("s", n),), 1) for n in (2, 5)])
-    report = plan.report([[1], [2], [3], [7]])
+    report = plan.report([1, 2, 3, 7])
     assert report == sb.PlanReport((2, 2), (3, 8), (4, 10), overlong=1, pad_to_max_elements=20)
     assert report.shares == (0.5, 0.5)
     assert report.padding_fraction == pytest.approx(1 - 11 / 14)
     assert report.padding_fractions == pytest.approx((1 / 4, 2 / 10))
     assert report.pad_to_max == pytest.approx(1 - 11 / 20)
     assert report.lower_bound is None
+    with_absent = sb.LengthTable(("s",), np.array([[1], [2], [-1], [3], [7]], np.int32))
+    assert plan.report(with_absent) == report
+    assert plan.report([]).shares == (0, 0)
 
 
 def test_a_printed_plan_shows_each_bucket_and_the_total(token_plan):
     lines = str(token_plan).splitlines()
     assert lines[0] == "4 buckets for tokens: 'int32[s]'"
-    assert lines[1].split() == ["s", "batch", "elements", "share", "padding"]
+    assert lines[1].split() == ["s", "batch", "elements", "MB", "share", "padding"]
     assert [line.split()[0] for line in lines[3:7]] == [str(each.sizes["s"]) for each in token_plan.buckets]
     assert lines[-1].endswith("in one shape, over 100 samples")
 
@@ -168,3 +187,23 @@ def test_summary_is_what_tools_rely_on(token_plan):
     assert summary["buckets"][0].keys() == {"axes", "batch_size", "share", "padding_fraction"}
     with pytest.raises(sb.PlanError, match=r"the plan was made by hand: plan.report\(lengths\)"):
         PLAN.summary()
+
+
+def test_numpys_integers_become_pythons(tmp_path, token_lengths):
+    plan = sb.plan_buckets(token_lengths, max_buckets=np.int64(2), batch_size=np.int64(4))
+    plan.save(tmp_path / "plan.json")
+    assert sb.BucketPlan.load(tmp_path / "plan.json").buckets == plan.buckets
+
+
+def test_a_plan_from_bare_lengths_takes_a_layout():
+    plan = sb.plan_buckets({"b": [3, 9], "a": [1, 2]}, max_buckets=2, batch_size=2)
+    layout = sb.Layout({"words": "int32[b]", "other": "float32[a]"})
+    placed = plan.with_layout(layout)
+    assert [each.sizes for each in placed.buckets] == [{"a": 1, "b": 3}, {"a": 2, "b": 9}]
+    assert placed.batch_spec(placed.buckets[0])["words"].shape == (2, 3)
+    with pytest.raises(sb.PlanError, match=r"the plan has the axes \('a', 'b'\), but the layout has \('s',\)"):
+        plan.with_layout(sb.Layout({"x": "s"}))
+
+
+def test_a_table_counts_the_bytes_of_a_batch():
+    assert PLAN.batch_bytes(bucket(24, 4, 3)) == 3 * (24 * 4 + 4 * 4 + 4 * 4)

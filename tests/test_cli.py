@@ -39,3 +39,8 @@ def test_input_that_cannot_be_used_is_a_message_and_status_2(tmp_path, lengths_f
     assert main(["plan", str(lengths_file), "--token-budget", "100"]) == 2
     message = r"shapebucket: a token_budget of 100 elements cannot hold 1 rows of \{'s': \d+\} \(\d+ elements each\): raise it"
     assert re.match(message, capsys.readouterr().err)
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(lengths_file), "--batch-size", "0"])
+    assert "argument --batch-size: must be a whole number of at least 1, but got '0'" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import grain
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -32,8 +33,16 @@ def test_dtypes_come_from_a_sample_and_keep_those_that_were_written():
     assert str(layout) == "a/image: 'uint8[h w 3]', label: 'int32[]', src: 'int32[s]', weight: 'float32[s]'"
     assert layout.has_dtypes
     assert not LAYOUT.has_dtypes
-    assert LAYOUT.same_axes(layout)
-    assert not LAYOUT.same_axes(sb.Layout({"src": "s"}))
+    assert LAYOUT.with_dtypes_of(layout) == layout
+    assert LAYOUT.with_dtypes_of(sb.Layout({"src": "s"})) is None
+    other = sb.Layout({"src": "int64[s]"})
+    assert sb.Layout({"src": "int32[s]"}).with_dtypes_of(other) is None
+
+
+def test_pad_values_are_the_writers_and_one_number_is_one_pad_value():
+    measured = sb.Layout({"x": "float32[s]"})
+    assert sb.Layout({"x": "s"}, pad_values={"x": -1}).with_dtypes_of(measured).features[0].pad_value == -1
+    assert sb.Layout({"x": "float32[s]"}, pad_values={"x": 0.0}).to_json() == measured.to_json()
 
 
 def test_json_round_trip():
@@ -49,6 +58,11 @@ def test_features_order_does_not_matter():
 def test_python_numbers_are_read_as_jax_reads_them():
     arrays, _ = sb.Layout({"x": "s", "n": "", "f": "", "b": ""}).check({"x": np.zeros(1), "n": 3, "f": 0.1, "b": True})
     assert [array.dtype.name for array in arrays] == ["bool", "float32", "int32", "float64"]
+
+
+def test_a_whole_number_that_a_float_cannot_hold_is_refused():
+    with pytest.raises(sb.LayoutError, match="is the Python number 16777217, which float32 cannot hold"):
+        sb.Layout({"x": "s", "n": "float32[]"}).check({"x": np.zeros(1), "n": 2**24 + 1})
 
 
 @pytest.mark.parametrize(
@@ -85,6 +99,9 @@ def test_python_numbers_are_read_as_jax_reads_them():
         ({"label": np.array("cat")}, "feature 'label': is an array of dtype <U3, which JAX cannot hold"),
         ({"label": None}, "feature 'label': is NoneType, where an array belongs"),
         ({"label": 2**40}, "feature 'label': is the Python number 1099511627776, which int32 cannot hold"),
+        ({"label": np.ma.masked_array(3)}, "feature 'label': is MaskedArray, where an array belongs"),
+        ({"label": np.array(3, ">i4")}, "feature 'label': is an array of dtype >i4, which JAX cannot hold"),
+        ({"label": jax.random.key(0)}, "feature 'label': cannot be made a numpy array"),
         ({"extra": 1}, r"the sample has \['extra'\], which the layout does not"),
         ({"a": {}}, r"feature 'a': the sample lacks \['image'\]"),
         ({"a": np.zeros(3)}, r"a sample must be a dict of arrays at 'a' with the features \[image\], but got ndarray"),

@@ -4,6 +4,7 @@ import pytest
 from conftest import make_pairs
 
 import shapebucket as sb
+from shapebucket.files import replacing
 
 LAYOUT = sb.Layout({"src": "s", "tgt": "t", "label": ""})
 
@@ -20,7 +21,15 @@ def test_measure_takes_every_sample_in_order_and_the_dtypes(pairs):
 
 
 def test_measure_infers_the_layout(pairs):
-    assert sb.measure(pairs, progress=False).axes == ("src", "tgt")
+    for source in (pairs, iter(pairs), grain.MapDataset.source(pairs).to_iter_dataset()):
+        table = sb.measure(source, progress=False)
+        assert table.axes == ("src", "tgt")
+        assert len(table) == len(pairs)
+
+
+def test_an_iterator_is_measured_whole_though_the_layout_was_inferred_from_it():
+    data = make_pairs(700)
+    assert sb.measure(iter(data), progress=False).values[:, 0].tolist() == [len(each["src"]) for each in data]
 
 
 def test_measure_reads_in_chunks_where_the_source_can():
@@ -60,8 +69,10 @@ def test_measure_names_the_sample_at_fault(pairs):
 def test_measure_refuses_no_samples_and_no_end(pairs):
     with pytest.raises(sb.LengthsError, match="no samples"):
         sb.measure([], LAYOUT, progress=False)
-    with pytest.raises(sb.LengthsError, match=r"no end: measure it before .repeat\(\)"):
-        sb.measure(grain.MapDataset.source(pairs).repeat(), LAYOUT, progress=False)
+    for layout in (LAYOUT, None):
+        with pytest.raises(sb.LengthsError, match=r"no end: measure it before .repeat\(\)"):
+            sb.measure(grain.MapDataset.source(pairs).repeat(), layout, progress=False)
+    assert sb.Layout.infer(grain.MapDataset.source(pairs).repeat()).axes == ("src", "tgt")
     with pytest.raises(sb.LengthsError, match=r"no samples \(100 elements, all absent\)"):
         sb.measure(grain.MapDataset.source(pairs).filter(lambda _: False), LAYOUT, progress=False)
 
@@ -90,6 +101,43 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path):
     np.savez(tmp_path / "empty.npz")
     with pytest.raises(sb.LengthsError, match="holds no arrays"):
         sb.LengthTable.load(tmp_path / "empty.npz")
+    sb.LengthTable.of(np.arange(1000), ["s"]).save(tmp_path / "cut.npz")
+    content = (tmp_path / "cut.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*cut.npz': File is not a zip file"):
+        sb.LengthTable.load(tmp_path / "cut.npz")
+    np.save(tmp_path / "objects.npy", np.array([[1], [1, 2]], object), allow_pickle=True)
+    with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*objects.npy'"):
+        sb.LengthTable.load(tmp_path / "objects.npy")
+
+
+def test_an_axis_may_have_any_name(tmp_path):
+    table = sb.LengthTable.of({"file": [1, 2], "allow_pickle": [3, 4]}, ["file", "allow_pickle"])
+    table.save(tmp_path / "lengths.npz")
+    assert sb.LengthTable.load(tmp_path / "lengths.npz").axes == ("file", "allow_pickle")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write():
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_that_cannot_be_is_refused():
+    with pytest.raises(sb.LengthsError, match=r"must be int32 \[N, 1\], but got int64 \[2, 1\]"):
+        sb.LengthTable(("s",), np.array([[1], [2]]))
+    for values in ([[-5, 1]], [[-1, 1]]):
+        with pytest.raises(sb.LengthsError, match="lengths of 0 or more, or a whole row of -1"):
+            sb.LengthTable(("s", "t"), np.array(values, np.int32))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,35 @@ import grain
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from conftest import make_tokens
 
 import shapebucket as sb
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+
+
+NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+class Flaky(grain.MapDataset):
+    """A list as a data set, one of whose elements fails the first time it is read."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+        self.fails_once = None
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        if index == self.fails_once:
+            self.fails_once = None
+            raise OSError("try again")
+        return self.data[index % len(self.data)]
 
 
 def assert_equal(found, expected):
@@ -82,12 +106,27 @@ class TestSchedule:
     def test_slices_are_grains(self, scheduled):
         assert_equal(list(scheduled[1:4]), [scheduled[index] for index in (1, 2, 3)])
 
-    def test_shuffling_before_it_is_found_out(self, source, token_plan, token_lengths):
-        loader = sb.BucketedMapDataset(source.shuffle(seed=0), token_plan, token_lengths)
-        with pytest.raises(
-            sb.ScheduleError, match=r"was measured: the lengths are of other data.* Shuffle with the loader"
-        ):
+    def test_shuffling_before_it_is_found_out_before_training(self, source, token_plan, token_lengths):
+        message = r"was measured: the lengths are of other data.* Shuffle with the loader"
+        with pytest.raises(sb.ScheduleError, match=message):
+            sb.BucketedMapDataset(source.shuffle(seed=0), token_plan, token_lengths)
+        shuffled = source.shuffle(seed=0)
+        measured = sb.measure(shuffled, sb.Layout({"tokens": "s"}), progress=False)
+        with pytest.raises(sb.ScheduleError, match=message):
+            sb.BucketedMapDataset(shuffled, token_plan, measured)
+
+    def test_a_sample_whose_length_changed_is_found_out(self, tokens, token_plan, token_lengths):
+        loader = sb.BucketedMapDataset(grain.MapDataset.source(tokens), token_plan, token_lengths)
+        tokens[5] = {"tokens": np.zeros(3 + len(tokens[5]["tokens"]), np.int32)}
+        with pytest.raises(sb.ScheduleError, match=r"sample 5 has lengths \{'s': \d+\}, but \{'s': \d+\} was measured"):
             list(loader)
+
+    def test_sequential_slices_are_refused(self, scheduled):
+        options = grain.MultiprocessingOptions(num_workers=2)
+        flags.FLAGS.mark_as_parsed()
+        dataset = scheduled.to_iter_dataset(READ).mp_prefetch(options, sequential_slice=True)
+        with pytest.raises(Exception, match=r"mp_prefetch\(sequential_slice=True\) gives each worker a part"):
+            list(dataset)
 
     def test_filtered_samples_are_counted_and_not_asked_for(self, source, token_plan):
         kept = source.filter(lambda each: each["tokens"][0] % 3 == 0)
@@ -97,9 +136,8 @@ class TestSchedule:
         assert loader.report().absent == 66
 
     def test_a_filter_that_changed_its_mind_is_an_error(self, source, token_plan, token_lengths):
-        loader = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
         with pytest.raises(sb.ScheduleError, match="is None, but it had a length when it was measured"):
-            loader[0]
+            sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
 
     def test_lengths_of_another_data_set_are_refused(self, source, token_plan):
         with pytest.raises(sb.ScheduleError, match="the data set has 100 elements, but lengths of 99 were given"):
@@ -125,8 +163,6 @@ class TestSchedule:
 
     @pytest.mark.slow
     def test_worker_processes_give_the_same_order(self, scheduled):
-        from absl import flags
-
         flags.FLAGS.mark_as_parsed()  # https://github.com/google/grain/issues/1355
         expected = list(scheduled.repeat(2).to_iter_dataset(READ))
         workers = scheduled.repeat(2).to_iter_dataset(READ).mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
@@ -205,7 +241,7 @@ class TestStream:
             if 0 in numbers([batch]):
                 break
         assert batch["example_mask"].sum() == 1
-        assert iterator.get_state()["seen"] == 50
+        assert iterator.get_state()["seen"] == 51
 
     def test_the_state_stays_small_when_a_sample_waits_for_long(self, token_plan):
         tokens = [{"tokens": np.zeros(40 if number == 0 else 2, np.int32)} for number in range(40_000)]
@@ -242,6 +278,92 @@ class TestStream:
         with pytest.raises(sb.StateError, match=r"the state was saved after \d+ samples, but the data set ends after"):
             next(short)
 
+    def test_a_restore_that_failed_can_be_tried_again(self, tokens, token_plan):
+        """Whichever read fails, nothing is lost and nothing comes twice."""
+        source = Flaky(tokens)
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan, max_wait=40)
+        iterator = iter(dataset)
+        for _ in range(4):
+            next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+        expected = list(iterator)
+        replayed = range(state["start"], state["seen"])
+        assert len(replayed) > 3
+        for number in replayed:
+            fresh = iter(dataset)
+            fresh.set_state(state)
+            source.fails_once = number
+            with pytest.raises(OSError, match="try again"):
+                next(fresh)
+            assert fresh.get_state() == state
+            assert_equal(list(fresh), expected)
+
+    def test_a_refused_sample_stays_the_next_one(self, tokens, token_plan):
+        """Each call raises again, and a state taken then has the sample still to come."""
+        tokens[30] = {"tokens": tokens[30]["tokens"].tolist()}
+        dataset = sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan, max_wait=5)
+        iterator = iter(dataset)
+        before = []
+        with pytest.raises(sb.LayoutError, match="sample 30"):
+            before.extend(iterator)
+        with pytest.raises(sb.LayoutError, match="sample 30"):
+            next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+        tokens[30] = {"tokens": np.full(4, 30, np.int32)}
+        fresh = iter(dataset)
+        fresh.set_state(state)
+        batches = iter(dataset)
+        done = 0
+        while done < 30 and batches.get_state()["seen"] < 30:
+            next(batches)
+            done += 1
+        assert 30 in numbers(fresh)
+        assert fresh.report().seen == 100
+
+    def test_a_report_reads_nothing(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        iterator = iter(dataset)
+        for _ in range(3):
+            next(iterator)
+        report = iterator.report()
+        fresh = iter(dataset)
+        fresh.set_state(iterator.get_state())
+        assert fresh.report() == report
+        assert fresh.get_state() == iterator.get_state()
+        assert report.waiting > 0
+        assert report.seen == iterator.get_state()["seen"]
+
+    def test_reports_from_another_thread_do_not_disturb(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
+        iterator = iter(dataset)
+        for _ in range(3):
+            next(iterator)
+        state = iterator.get_state()
+        expected = list(iterator)
+        threaded = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
+        fresh = iter(threaded)
+        outer = fresh.get_state()
+        fresh.set_state(
+            {**outer, **{key: state for key, value in outer.items() if isinstance(value, dict)}}
+            if "fingerprint" not in outer
+            else state
+        )
+        found = []
+        for batch in fresh:
+            dataset.report()
+            found.append(batch)
+        assert_equal(found, expected)
+
+    def test_anchors_stay_few_when_nothing_waits(self, token_plan):
+        tokens = [{"tokens": np.zeros(1000, np.int32)} for _ in range(5000)]
+        dataset = sb.BucketedIterDataset(
+            grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan, overlong="drop"
+        )
+        iterator = iter(dataset)
+        assert list(iterator) == []
+        assert iterator.report().overlong_dropped == 5000
+        assert len(iterator._anchors) < 5
+
     def test_states_are_fresh_objects(self, source, token_plan):
         iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
         next(iterator)
@@ -266,18 +388,19 @@ class TestStream:
             sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=0)
         with pytest.raises(sb.ScheduleError, match="remainder must be one of"):
             sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, remainder="x")
-        with pytest.raises(sb.ScheduleError, match="no iterator was made in this process yet"):
+        with pytest.raises(sb.ScheduleError, match="nothing was read in this process yet"):
             sb.BucketedIterDataset(source.to_iter_dataset(), token_plan).report()
 
     @pytest.mark.slow
     def test_it_works_before_and_after_worker_processes(self, source, token_plan):
-        from absl import flags
-
         flags.FLAGS.mark_as_parsed()
         options = grain.MultiprocessingOptions(num_workers=2)
-        before = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan).mp_prefetch(options))
+        stage = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        before = iter(stage.mp_prefetch(options))
         assert sorted(numbers(before)) == list(range(100))
         before.close()
+        with pytest.raises(sb.ScheduleError, match="under mp_prefetch the workers read, and count on their own"):
+            stage.report()
         after = sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan)
         expected = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
         assert_equal(list(after), expected)

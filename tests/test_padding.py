@@ -111,3 +111,21 @@ def test_batches_share_no_memory():
     one["text"]["src"][:] = 99
     assert two["text"]["src"][0, 0] == 0
     assert data[0]["text"]["src"][0] == 0
+
+
+def test_a_bucket_of_other_axes_is_refused():
+    swapped = sb.Bucket((("s", 6), ("h", 4), ("w", 3)), 4)
+    with pytest.raises(
+        sb.PlanError, match=r"has the axes \('s', 'h', 'w'\), but the layout has \('h', 'w', 's'\), in this order"
+    ):
+        sb.pad([make(1, 1, 2, 0)], swapped, plan())
+
+
+def test_an_axis_may_stand_twice_in_a_feature():
+    layout = sb.Layout({"bias": "float32[n n]", "x": "float32[n]"})
+    two = sb.BucketPlan(layout, [sb.Bucket((("n", 4),), 2)])
+    data = [{"bias": np.ones((n, n), np.float32), "x": np.ones(n, np.float32)} for n in (2, 4)]
+    batch = sb.pad(data, two.buckets[0], two)
+    assert batch["bias"].sum(axis=(1, 2)).tolist() == [4, 16]
+    assert layout.elements([[3]]).tolist() == [9 + 3]
+    jax.tree.map(np.testing.assert_array_equal, sb.unpad(batch, batch, layout), data)

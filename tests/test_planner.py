@@ -166,3 +166,27 @@ def test_the_layout_must_be_the_one_that_was_measured(token_lengths):
         sb.plan_buckets(token_lengths, sb.Layout({"other": "s"}), batch_size=1)
     plan = sb.plan_buckets(token_lengths, sb.Layout({"tokens": "s"}), batch_size=1)
     assert plan.layout == token_lengths.layout
+
+
+def test_the_layouts_pad_values_survive_planning(token_lengths):
+    plan = sb.plan_buckets(token_lengths, sb.Layout({"tokens": "s"}, pad_values={"tokens": -1}), batch_size=1)
+    assert str(plan.layout) == "tokens: 'int32[s]'"
+    assert plan.layout.features[0].pad_value == -1
+
+
+def test_axes_that_grow_together_are_planned_exactly():
+    lengths = np.random.default_rng(0).integers(1, 200, 2000)
+    layout = sb.Layout({"src": "s", "tgt": "t"})
+    one = sb.plan_buckets(lengths, max_buckets=5, batch_size=1)
+    same = sb.plan_buckets({"s": lengths, "t": lengths}, layout, max_buckets=5, batch_size=1)
+    constant = sb.plan_buckets({"s": lengths, "t": np.full(2000, 7)}, layout, max_buckets=5, batch_size=1)
+    assert same.sizes[:, 0].tolist() == one.sizes[:, 0].tolist()
+    assert constant.sizes[:, 0].tolist() == one.sizes[:, 0].tolist()
+    assert same.planned.lower_bound == same.planned.padding_fraction
+
+
+def test_max_batch_size_bounds_rows():
+    plan = sb.plan_buckets([1, 4], max_buckets=2, token_budget=64, max_batch_size=20, batch_multiple_of=8)
+    assert [each.batch_size for each in plan.buckets] == [16, 16]
+    with pytest.raises(sb.PlanError, match="max_batch_size 4 is below batch_multiple_of 8"):
+        sb.plan_buckets([1], token_budget=64, max_batch_size=4, batch_multiple_of=8)

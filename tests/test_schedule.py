@@ -122,6 +122,8 @@ def test_overlong_policies():
     report = cut.report()
     assert (report.overlong_dropped, report.truncated) == (0, 2)
     assert sum(report.real_elements) == 3 + 16 + 5 + 16
+    only_full = sb.Schedule([40, 17, 40], plan_of((16, 2)), overlong="truncate", remainder="drop").report()
+    assert (only_full.truncated, only_full.remainder_dropped) == (2, 1)
 
 
 def test_absent_elements_are_in_no_batch():
@@ -172,6 +174,7 @@ def test_a_pickle_carries_no_epoch():
         ({"remainder": "keep"}, r"remainder must be one of \('pad', 'drop'\), but got 'keep'"),
         ({"overlong": "cut"}, r"overlong must be one of \('error', 'truncate', 'drop'\), but got 'cut'"),
         ({"seed": -1}, "the seed must be a non-negative integer, but got -1"),
+        ({"seed": 1.5}, "the seed must be a non-negative integer, but got 1.5"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

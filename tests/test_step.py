@@ -1,4 +1,8 @@
 import collections
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -90,18 +94,41 @@ def test_prepare_stands_between_loader_and_step(token_plan, batches):
     assert int(result) == 2 * batch["tokens"][batch["s_mask"]].sum() + length * (length - 1) // 2
 
 
-def test_a_sharding_is_compiled_for(token_plan, batches):
-    mesh = jax.make_mesh((1,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    step = sb.CompiledStep(total, token_plan, batch_sharding=sharding)
-    state = jax.device_put(jnp.zeros((), jnp.int32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    step.compile(state, sb.BATCH, progress=False)
-    with sb.CompileCounter() as compiles:
-        for batch in batches:
-            state, _ = step(state, batch)
-    assert compiles.count == 0
-    (arguments, _) = next(iter(step.executables.values())).input_shardings
-    assert arguments[1]["tokens"].is_equivalent_to(sharding, 2)
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import shapebucket as sb
+
+mesh = jax.make_mesh((2,), ("data",))
+data, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+plan = sb.BucketPlan(sb.Layout({"tokens": "int32[s]"}), [sb.Bucket((("s", size),), 4) for size in (2, 8)])
+step = sb.CompiledStep(lambda state, batch: state + batch["tokens"].sum(), plan, batch_sharding=data)
+state = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+step.compile(state, sb.BATCH, progress=False)
+for executable in step.executables.values():
+    assert executable.input_shardings[0][1]["tokens"].is_equivalent_to(data, 2)
+batches = [sb.pad([{"tokens": np.arange(size, dtype=np.int32)}] * 4, bucket, plan)
+           for bucket, size in zip(plan.buckets, (2, 8))]
+with sb.CompileCounter() as compiles:
+    for batch in batches:
+        state = step(state, batch)
+assert compiles.count == 0
+assert int(state) == 4 * 1 + 4 * 28
+try:
+    step(jax.device_put(jnp.zeros((4,), jnp.int32).sum(), jax.devices()[1]), batches[0])
+except sb.SignatureError as error:
+    assert "state: SingleDeviceSharding" in error.differences[0], error
+else:
+    raise AssertionError("a state on one device was taken")
+print("passed")
+"""
+
+
+@pytest.mark.slow
+def test_a_sharding_over_two_devices_is_compiled_for():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == "passed", done.stderr
 
 
 def test_an_optimizer_state_and_a_typed_key_pass(token_plan, batches):
@@ -170,13 +197,88 @@ def test_any_other_batch_is_refused_by_leaf_with_the_nearest_bucket(step, batche
     assert not state.is_deleted()
 
 
-@pytest.mark.parametrize("state", [jnp.zeros((), jnp.float32), jnp.zeros(2, jnp.int32), (jnp.zeros((), jnp.int32),)])
-def test_another_state_is_refused_in_jaxs_words(step, batches, state):
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        (jnp.zeros((), jnp.float32), r"state: float32\[\] received, int32\[\] expected"),
+        (jnp.zeros(2, jnp.int32), r"state: int32\[2\] received, int32\[\] expected"),
+        ((jnp.zeros((), jnp.int32),), r"state\[0\]: int32\[\] received, nothing expected"),
+        (None, r"state: nothing received, int32\[\] expected"),
+    ],
+)
+def test_another_state_is_refused_by_leaf(step, batches, state, line):
     with pytest.raises(
-        sb.SignatureError, match=r"(?s)Usual causes: the step returns a state of another .* JAX says:\n.*"
-    ):
+        sb.SignatureError, match=r"(?s)the arguments are not those.*Usual causes: the step returns"
+    ) as caught:
         step(state, batches[0])
+    assert caught.match(line)
+    assert re.match(line, caught.value.differences[-1])
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_another_number_of_arguments_is_refused(step, batches):
+    with pytest.raises(
+        sb.SignatureError, match="3 positional arguments and the keywords .. received, 2 and .. expected"
+    ):
+        step(jnp.zeros((), jnp.int32), batches[0], 1)
+
+
+def test_a_donated_state_used_again_is_named(step, batches):
+    state = jnp.zeros((), jnp.int32)
+    step(state, batches[0])
+    with pytest.raises(sb.SignatureError, match="state: was deleted, or donated to an earlier call"):
+        step(state, batches[0])
+
+
+def test_prepare_that_gives_another_batch_is_refused_by_leaf(token_plan, batches):
+    calls = []
+
+    def prepare(batch):
+        calls.append(1)
+        return batch if len(calls) <= len(token_plan) else {**batch, "tokens": batch["tokens"].astype(np.float32)}
+
+    step = sb.CompiledStep(total, token_plan, prepare=prepare)
+    step.compile(jnp.zeros((), jnp.int32), sb.BATCH, progress=False)
+    with pytest.raises(sb.SignatureError, match=r"batch\['tokens'\]: float32\[.*\] received, int32"):
+        step(jnp.zeros((), jnp.int32), batches[0])
+
+
+def test_it_cannot_be_jitted_and_says_so(step, batches):
+    with pytest.raises(sb.SignatureError, match="state: is traced; a CompiledStep cannot be transformed or jitted"):
+        jax.jit(lambda state: step(state, batches[0]))(jnp.zeros((), jnp.int32))
+
+
+def test_it_runs_op_by_op_where_jit_is_disabled(step, batches):
+    with jax.disable_jit():
+        state, real = step(jnp.zeros((), jnp.int32), batches[0])
+    assert int(state) == int(real) == int(batches[0]["tokens"][batches[0]["s_mask"]].sum())
+
+
+def test_a_jitted_function_is_refused(token_plan):
+    with pytest.raises(sb.StepError, match="the step is jitted already: give the plain function"):
+        sb.CompiledStep(jax.jit(total, donate_argnums=0), token_plan)
+
+
+def test_64_bit_features_are_refused_since_jax_would_cut_them():
+    plan = sb.BucketPlan(sb.Layout({"tokens": "int64[s]"}), [sb.Bucket((("s", 4),), 2)])
+    step = sb.CompiledStep(lambda batch: batch["tokens"].sum(), plan)
+    with pytest.raises(sb.StepError, match="'tokens' of the batch is int64, which JAX silently cuts to int32: cast it"):
+        step.compile(sb.BATCH, progress=False)
+    with jax.enable_x64(True):
+        step.compile(sb.BATCH, progress=False)
+        assert int(step(sb.pad([{"tokens": np.array([2**40])}], plan.buckets[0], plan))) == 2**40
+    narrow = sb.CompiledStep(
+        lambda batch: batch["tokens"].sum(), plan, prepare=lambda batch: {"tokens": batch["tokens"].astype(np.int32)}
+    )
+    narrow.compile(sb.BATCH, progress=False)
+
+
+def test_a_failed_compile_leaves_no_executables_and_says_so(step, batches):
+    with pytest.raises(TypeError):
+        step.compile(state="x", batch=sb.BATCH, progress=False)
+    assert len(step.executables) == 0
+    with pytest.raises(sb.StepError, match="no executables yet"):
+        step(jnp.zeros((), jnp.int32), batches[0])
 
 
 def test_a_step_used_out_of_order_is_refused(token_plan, batches, step):

@@ -161,12 +161,10 @@ _RUNS: dict[str, Callable[[RunInput, Any, Any], Prepared]] = {
 
 
 def rows_for_budget(lengths: LengthTable, config: DemoConfig) -> int:
-    """Returns the most rows, a power of two, whose random batches hold the budget on average, padded to their own longest."""
-    cut = np.minimum(lengths.values[:, 0], config.max_length)
-    rng = np.random.default_rng(config.seed)
+    """Returns the most rows whose random batches, padded to their own longest, hold no more than the budget on average."""
+    cut = np.sort(np.minimum(lengths.values[:, 0], config.max_length))
+    below = np.arange(1, len(cut) + 1) / len(cut)
     rows = 1
-    while True:
-        longest = rng.choice(cut, (500, 2 * rows)).max(axis=1)
-        if 2 * rows * longest.mean() > config.token_budget:
-            return rows
-        rows *= 2
+    while (rows + 1) * float(cut @ np.diff(below ** (rows + 1), prepend=0)) <= config.token_budget:
+        rows += 1
+    return rows

@@ -45,8 +45,8 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
         Args:
             parent: the samples: dicts of arrays as the plan's layout says.
             plan: the buckets.
-            max_wait: the most samples that the stream goes on while a sample waits; then its bucket is emitted as it is,
-                with masked rows. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
+            max_wait: the most samples that may pass while a sample waits; then its bucket is emitted as it is, with masked
+                rows. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
                 B rows and share p fills in about B / p samples.
             remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
                 samples out.
@@ -80,11 +80,16 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
     def report(self) -> LoaderReport:
         """Counts what became of every sample of the iterator that was made last in this process; print it.
 
+        Under `RepeatIterDataset` the counts start anew with each pass.
+
         Raises:
-            ScheduleError: if there is none. Worker processes count on their own.
+            ScheduleError: if it has read nothing in this process: worker processes count on their own.
         """
-        if self._latest is None:
-            raise ScheduleError("no iterator was made in this process yet, so there is nothing to report")
+        if self._latest is None or not self._latest.started:
+            raise ScheduleError(
+                "nothing was read in this process yet, so there is nothing to report; under mp_prefetch the workers read, and "
+                "count on their own: put this stage after mp_prefetch, or use BucketedMapDataset, whose report needs no reading"
+            )
         return self._latest.report()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,7 +129,7 @@ class _Counts:
 
 
 class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
-    """The iterator of a `BucketedIterDataset`; not for several threads at once, as all of Grain's."""
+    """The iterator of a `BucketedIterDataset`; not for several threads at once, as all of Grain's, but for `report`."""
 
     def __init__(self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset) -> None:
         super().__init__(parent)
@@ -133,6 +138,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._plan = dataset.plan
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
         self._reset()
+        self._publish()
 
     def _reset(self) -> None:
         """Returns to an empty stage before sample 0."""
@@ -143,9 +149,18 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._counts = _Counts(len(self._plan))
         self._flush: list[tuple[int, list[_Waiting]]] | None = None  # the last batches, once the parent has ended
         self._flushed = 0
+        self._failure: Exception | None = None
 
     def __next__(self) -> dict[str, Any]:
-        self._replay()
+        if self._saved is not None:
+            self._replay(self._saved)
+            self._saved = None
+        try:
+            return self._next_batch()
+        finally:
+            self._publish()
+
+    def _next_batch(self) -> dict[str, Any]:
         while self._flush is None:
             index = self._overdue()
             if index is None:
@@ -169,7 +184,10 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         if self._saved is not None:
             return copy.deepcopy(self._saved)
         numbers = self._numbers()
-        start, parent = self._anchors[0] if numbers else (self._seen, self._source.get_state())
+        if numbers or self._failure is not None:
+            start, parent = self._anchors[0]
+        else:
+            start, parent = self._seen, self._source.get_state()
         return {
             "fingerprint": self._dataset.fingerprint,
             "parent": copy.deepcopy(parent),
@@ -178,6 +196,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             "waiting": ",".join(str(number - start) for number in numbers),
             "flushed": self._flushed,
             "counts": self._counts.to_json(),
+            "not_emitted": self._not_emitted(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -195,29 +214,35 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             )
         self._reset()
         self._saved = copy.deepcopy(state)
-        self._counts = _Counts.from_json(state["counts"])
+        self._published = (self._saved["counts"], self._saved["not_emitted"])
 
     def report(self) -> LoaderReport:
-        """Counts what became of every sample so far."""
-        self._replay()
-        flushed = sum(len(rows) for _, rows in (self._flush or [])[: self._flushed])
-        waiting = len(self._numbers()) - flushed
-        if self._flush is not None:
-            waiting -= self._counts.remainder_dropped
-        return LoaderReport(plan=self._plan, waiting=waiting, **self._counts.to_json())
+        """Counts what became of every sample up to the last batch; may be called from any thread."""
+        counts, waiting = self._published
+        return LoaderReport(plan=self._plan, waiting=waiting, **counts)
+
+    @property
+    def started(self) -> bool:
+        """Whether this iterator has read anything, or has taken a state."""
+        return self._seen > 0 or self._flush is not None or self._saved is not None
+
+    def _publish(self) -> None:
+        self._published: tuple[dict[str, Any], int] = (self._counts.to_json(), self._not_emitted())
 
     def _numbers(self) -> list[int]:
         """The samples in buckets, ascending."""
         return sorted(each.number for waiting in self._waiting for each in waiting)
 
-    def _replay(self) -> None:
-        """Reads the samples again that waited when the state was saved, if one was set."""
-        if self._saved is None:
-            return
-        saved, self._saved = self._saved, None
-        counts = self._counts
-        self._counts = _Counts(len(self._plan))
-        self._source.set_state(saved["parent"])
+    def _not_emitted(self) -> int:
+        """Samples in buckets that are still to be emitted."""
+        if self._flush is None:
+            return sum(map(len, self._waiting))
+        return sum(len(rows) for _, rows in self._flush[self._flushed :])
+
+    def _replay(self, saved: dict[str, Any]) -> None:
+        """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
+        self._reset()
+        self._source.set_state(copy.deepcopy(saved["parent"]))
         waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
         self._seen = saved["start"]
         while self._seen < saved["seen"]:
@@ -228,47 +253,56 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                     f"the state was saved after {saved['seen']} samples, but the data set ends after {self._seen}: it is not "
                     "the one that the state was saved with"
                 ) from None
-            if self._seen - 1 in waiting:
+            if self._seen in waiting:
                 self._admit(sample)
-        self._counts = counts
+            self._seen += 1
+        self._counts = _Counts.from_json(saved["counts"])
         self._flushed = saved["flushed"]
 
     def _take(self) -> Any:
-        """Takes the next sample from the parent, noting the parent's state before it every few samples."""
-        if self._seen % _ANCHOR_EVERY == 0 or not self._anchors:
+        """Takes sample number `_seen` from the parent, noting the parent's state before it every few samples."""
+        if not self._anchors or (self._seen % _ANCHOR_EVERY == 0 and self._anchors[-1][0] != self._seen):
             self._anchors.append((self._seen, self._source.get_state()))
-        sample = next(self._source)
-        self._seen += 1
-        return sample
+            self._prune()
+        return next(self._source)
 
     def _read(self) -> int | None:
-        """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now."""
-        index = self._admit(self._take())
+        """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now.
+
+        A sample that is refused stays the next one: each call raises again, and a state taken then has it still to come.
+        """
+        if self._failure is not None:
+            raise self._failure
+        sample = self._take()
+        try:
+            index = self._admit(sample)
+        except (LayoutError, OverlongError) as error:
+            self._failure = error
+            raise
+        self._seen += 1
         if index is not None and len(self._waiting[index]) == self._plan.buckets[index].batch_size:
             return index
         return None
 
     def _admit(self, sample: Any) -> int | None:
-        """Puts a sample into its bucket; returns the bucket's position, or None if the sample is left out."""
-        number = self._seen - 1
+        """Puts sample number `_seen` into its bucket; returns the bucket's position, or None if it is left out."""
         if sample is None:
             self._counts.absent += 1
             return None
         try:
             row = Row(*self._plan.layout.check(sample))
         except LayoutError as error:
-            raise error.at(number) from None
+            raise error.at(self._seen) from None
         index = self._plan.index(row.lengths)
         if index is None:
             if self._dataset.overlong == "error":
                 named = dict(zip(self._plan.layout.axes, row.lengths, strict=True))
-                raise OverlongError(named, str(self._plan.buckets[-1]), sample=number)
+                raise OverlongError(named, str(self._plan.buckets[-1]), sample=self._seen)
             if self._dataset.overlong == "drop":
                 self._counts.overlong_dropped += 1
                 return None
-            self._counts.truncated += 1
             index = int(self._plan.assign([row.lengths], truncate=True)[0])
-        self._waiting[index].append(_Waiting(number, row))
+        self._waiting[index].append(_Waiting(self._seen, row))
         return index
 
     def _overdue(self) -> int | None:
@@ -277,19 +311,16 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         if limit is None:
             return None
         oldest = min(((waiting[0].number, k) for k, waiting in enumerate(self._waiting) if waiting), default=None)
-        return oldest[1] if oldest is not None and self._seen - oldest[0] >= limit else None
+        return oldest[1] if oldest is not None and self._seen - oldest[0] > limit else None
 
     def _prune(self) -> None:
-        """Forgets the parent's states that no waiting sample needs."""
-        oldest = min((waiting[0].number for waiting in self._waiting if waiting), default=None)
-        if oldest is None:
-            self._anchors.clear()
-            return
+        """Forgets the parent's states that no waiting sample needs, the last one left out."""
+        oldest = min((waiting[0].number for waiting in self._waiting if waiting), default=self._seen)
         while len(self._anchors) > 1 and self._anchors[1][0] <= oldest:
             self._anchors.popleft()
         if len(self._anchors) > self._anchor_limit:
             positions = [position for position, _ in self._anchors]
-            needed = {bisect.bisect_right(positions, number) - 1 for number in self._numbers()}
+            needed = {bisect.bisect_right(positions, number) - 1 for number in self._numbers()} | {len(positions) - 1}
             self._anchors = deque(anchor for i, anchor in enumerate(self._anchors) if i in needed)
             self._anchor_limit = max(_ANCHORS, 2 * len(self._anchors))
 
@@ -301,17 +332,17 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             full = len(rows) == self._plan.buckets[partial.bucket].batch_size
             if full or self._dataset.remainder == "pad":
                 self._flush.append((partial.bucket, rows))
-        if not self._flushed:
-            self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in self._flush)
+        self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in self._flush)
 
     def _batch(self, index: int, waiting: list[_Waiting]) -> dict[str, Any]:
         """Pads the samples of a bucket, and counts them."""
         bucket = self._plan.buckets[index]
         rows = [each.row for each in waiting]
+        lengths, sizes = np.array([row.lengths for row in rows]), self._plan.sizes[index]
         self._counts.batches[index] += 1
         self._counts.samples[index] += len(rows)
-        lengths = np.minimum([row.lengths for row in rows], self._plan.sizes[index])
-        self._counts.real_elements[index] += int(self._plan.layout.elements(lengths).sum())
+        self._counts.real_elements[index] += int(self._plan.layout.elements(np.minimum(lengths, sizes)).sum())
+        self._counts.truncated += int((lengths > sizes).any(axis=1).sum())
         return pad_rows(rows, bucket, self._plan, truncate=self._dataset.overlong == "truncate")
 
     def __str__(self) -> str:

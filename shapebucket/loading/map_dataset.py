@@ -16,6 +16,8 @@ from shapebucket.loader_report import LoaderReport, Overlong, Remainder
 from shapebucket.padding import Row, pad_rows
 from shapebucket.schedule import Schedule
 
+_PROBES = 8
+
 
 class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
     """Batches of bucket shapes by random access: a `grain.MapDataset` over a `grain.MapDataset` of samples.
@@ -36,7 +38,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
     ) -> None:
-        """Plans the epochs; reads nothing.
+        """Plans the epochs; reads a few samples, to see that they have the given lengths in a second epoch too.
 
         Args:
             parent: the samples: dicts of arrays as the plan's layout says.
@@ -51,7 +53,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         Raises:
             OverlongError: if a sample fits no bucket and the policy is `"error"`.
             ScheduleError: if `lengths` is not of this data set, or no batch can be made.
-            LayoutError: if the plan does not know the dtypes.
+            LayoutError: if the plan does not know the dtypes, or a sample does not fit the layout.
         """
         super().__init__(parent)
         plan.batch_spec(plan.buckets[0])
@@ -62,6 +64,26 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
                 "this data set, before .repeat() and .batch()"
             )
         self._samples = parent
+        self._probe()
+
+    def _probe(self) -> None:
+        """Reads a few samples of the second epoch, to find a data set out whose order changes before an epoch is lost."""
+        if not self.schedule.lengths.present.any():
+            return
+        present = np.flatnonzero(self.schedule.lengths.present)
+        for index in present[np.linspace(0, len(present) - 1, min(_PROBES, len(present))).astype(int)].tolist():
+            self._rows(np.array([index]), len(self._samples))
+
+    def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
+        """Refuses `mp_prefetch(sequential_slice=True)`, which would cut the samples up under a schedule of all of them.
+
+        Raises:
+            ScheduleError: always. Grain calls this for sequential slices only.
+        """
+        raise ScheduleError(
+            f"mp_prefetch(sequential_slice=True) gives each worker a part ({sl}, {sequential_slice=}) of the samples, but the "
+            "schedule is of all of them: leave sequential_slice out; each worker then makes a part of the batches"
+        )
 
     @property
     def plan(self) -> BucketPlan:
@@ -91,11 +113,16 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             return self.slice(index)
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
+        rows = self._rows(indices, offset)
+        return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
+
+    def _rows(self, indices: npt.NDArray[Any], offset: int) -> list[Row]:
+        """Reads samples, and checks that they have the lengths they were measured with."""
         rows = [self._row(number, offset) for number in indices.tolist()]
         expected = self.schedule.lengths.values[indices]
         if not np.array_equal([row.lengths for row in rows], expected):
             raise self._changed(indices, rows, expected)
-        return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
+        return rows
 
     def _row(self, index: int, offset: int) -> Row:
         sample = self._samples[offset + index]

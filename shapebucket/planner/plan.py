@@ -29,6 +29,7 @@ def plan_buckets(
     token_budget: int | None = None,
     multiple_of: int | Mapping[str, int] = 1,
     batch_multiple_of: int = 1,
+    max_batch_size: int | None = None,
     max_size: int | Mapping[str, int] | None = None,
     masks: Masks = "mask",
 ) -> BucketPlan:
@@ -45,6 +46,8 @@ def plan_buckets(
         token_budget: the most padded elements of a batch, as `Layout.elements` counts them: short buckets get more rows.
         multiple_of: every size is a multiple of it; one for all axes or by axis. Accelerators like 8 to 128.
         batch_multiple_of: every batch size is a multiple of it: the number of devices that the batch axis is sharded over.
+        max_batch_size: no bucket has more rows, whatever the budget allows: a bound where samples also have features of a
+            fixed size, which elements do not count.
         max_size: no bucket is larger, in elements; one for all axes or by axis. Longer samples are planned as if they were
             cut there: give the loader `overlong="truncate"`, or `"drop"`.
         masks: see `BucketPlan`.
@@ -76,18 +79,26 @@ def plan_buckets(
         cut = values
     aligned = np.maximum(-(-cut // step) * step, step)
     shapes, counts = np.unique(aligned, axis=0, return_counts=True)
-    if len(layout.axes) == 1:
+    shapes, counts = shapes[order := np.argsort(layout.elements(shapes), kind="stable")], counts[order]
+    if (np.diff(shapes, axis=0) >= 0).all():  # one axis, or several that grow together: each shape holds all before it
         chosen, curve = optimal_boundaries(counts, layout.elements(shapes), max_buckets)
         sizes, least = shapes[chosen], int(curve[-1])
     else:
         sizes = merge_boxes(shapes, counts, layout.elements, max_buckets)
         least = int((counts * layout.elements(shapes)).sum())  # as if every shape had a bucket of its own
     rows = _batch_sizes(layout.elements(sizes), batch_size, token_budget, batch_multiple_of, sizes, layout)
+    if max_batch_size is not None:
+        _positive("max_batch_size", max_batch_size)
+        if max_batch_size < batch_multiple_of:
+            raise PlanError(f"max_batch_size {max_batch_size} is below batch_multiple_of {batch_multiple_of}")
+        most = max_batch_size // batch_multiple_of * batch_multiple_of
+        rows = [min(each, most) for each in rows]
     buckets = [
         Bucket(tuple(zip(layout.axes, each, strict=True)), n) for each, n in zip(sizes.tolist(), rows, strict=True)
     ]
     plan = BucketPlan(layout, buckets, masks=masks)
-    return BucketPlan(layout, buckets, masks=masks, planned=replace(plan.report(values), least_elements=least))
+    report = replace(plan.report(table), least_elements=least)
+    return BucketPlan(layout, buckets, masks=masks, planned=report)
 
 
 def _layout_of(lengths: object, layout: Layout | None) -> Layout:
@@ -98,9 +109,10 @@ def _layout_of(lengths: object, layout: Layout | None) -> Layout:
         return measured or Layout({axis: axis for axis in cast(Iterable[str], axes)})
     if measured is None:
         return layout
-    if not layout.same_axes(measured):
+    together = layout.with_dtypes_of(measured)
+    if together is None:
         raise PlanError(f"the lengths were measured with the layout ({measured}), not with ({layout})")
-    return measured
+    return together
 
 
 def _by_axis(name: str, value: int | Mapping[str, int], axes: tuple[str, ...], default: int) -> npt.NDArray[np.int64]:

@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import numpy as np
 
 from shapebucket.buckets import ArraySpec, Bucket, BucketPlan
 from shapebucket.errors import SignatureError, StepError
 from shapebucket.padding import pad
-from shapebucket.step.signature import Signature, difference, signature_of
+from shapebucket.step.signature import Signature, argument_differences, difference, signature_of, spec_of
 from shapebucket.tables import progress_bars, render
 
 
@@ -47,8 +46,9 @@ class CompileReport:
 class CompiledStep:
     """A step function with exactly one executable for each bucket of a plan.
 
-    `compile` makes them all before the first step; a call only dispatches, by the shapes of its batch, and raises
-    where `jax.jit` would compile anew. So the number of executables never exceeds the number of buckets.
+    `compile` makes them all before the first step; a call only dispatches, by the tree, shapes and dtypes of its batch, and
+    raises for any other batch, or for other arguments beside it than it was compiled for. So nothing compiles after `compile`,
+    and the number of executables never exceeds the number of buckets.
 
         step = CompiledStep(train_step, plan, donate_argnames="state")
         step.compile(state, BATCH)
@@ -72,16 +72,21 @@ class CompiledStep:
         """Wraps a function; compiles nothing.
 
         Args:
-            fn: the step: a pure function of arrays, not yet jitted; one argument is the batch.
+            fn: the step: a pure function of arrays, not jitted; one argument is the batch.
             plan: the buckets that the batches come in.
             donate_argnums: as in `jax.jit`.
             donate_argnames: as in `jax.jit`.
             prepare: what stands between the loader and the step: a function from the loader's batch to what `fn` takes
-                (adds positions, casts, …). It runs at every call, on the host, and the executables are compiled for what
-                comes out of it.
+                (adds positions, casts, …). It runs at every call, on the host. The executables are compiled for what comes
+                out of it for a batch of padding alone.
             batch_sharding: a `jax.sharding.Sharding`, or a tree of them, that the prepared batch is put on; compiled for
                 likewise.
+
+        Raises:
+            StepError: for a function that is jitted already.
         """
+        if hasattr(fn, "lower") and hasattr(fn, "trace"):
+            raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
         self.plan = plan
         self._fn = fn
         self._jit = functools.partial(jax.jit, donate_argnums=donate_argnums, donate_argnames=donate_argnames)
@@ -97,7 +102,7 @@ class CompiledStep:
         return MappingProxyType(self._executables)
 
     def compile(self, *args: Any, progress: bool = True, **kwargs: Any) -> CompileReport:
-        """Compiles the step for every bucket; a second call compiles for new arguments and drops the old executables.
+        """Compiles the step for every bucket. A second call drops the executables and compiles for new arguments.
 
         Args:
             *args: the arguments of the step, as it will be called, with `BATCH` in the batch's place. Arrays, or
@@ -109,14 +114,16 @@ class CompiledStep:
             The seconds that each bucket took.
 
         Raises:
-            StepError: if `BATCH` is not among the arguments exactly once, or a bucket does not compile.
+            StepError: if `BATCH` is not among the arguments exactly once, or a batch has 64-bit numbers, which JAX would
+                silently cut to 32 bits without `jax_enable_x64`.
             LayoutError: if the plan does not know the dtypes.
+            Exception: what tracing and compiling the function raises, with the bucket in a note.
         """
         places: list[int | str] = [index for index, value in enumerate(args) if value is BATCH]
         places += [name for name, value in kwargs.items() if value is BATCH]
         if len(places) != 1:
             raise StepError(f"compile() needs BATCH in the batch's place, once; it stands in {places or 'none'}")
-        self._place = places[0]
+        self._place, self._executables, self._dispatch = None, {}, {}
         executables: dict[Bucket, jax.stages.Compiled] = {}
         dispatch: dict[Signature, jax.stages.Compiled] = {}
         seconds: dict[Bucket, float] = {}
@@ -126,15 +133,17 @@ class CompiledStep:
                 bars.update(task, note=str(bucket))
                 started = time.perf_counter()
                 batch = pad([], bucket, self.plan)
+                prepared = self._prepared(batch)
+                _refuse_64_bits(prepared)
                 try:
-                    executables[bucket] = self._compile_one(batch, args, kwargs)
+                    executables[bucket] = self._compile_one(*_replaced(args, kwargs, places[0], prepared))
                 except Exception as error:
                     error.add_note(f"shapebucket: while compiling the step for the bucket {bucket}")
                     raise
                 dispatch[signature_of(batch)] = executables[bucket]
                 seconds[bucket] = time.perf_counter() - started
                 bars.advance(task)
-        self._executables, self._dispatch = executables, dispatch
+        self._place, self._executables, self._dispatch = places[0], executables, dispatch
         return CompileReport(seconds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +159,7 @@ class CompiledStep:
         Raises:
             StepError: if `compile` has not been called.
             SignatureError: if the batch is not of a bucket's shape, dtype and tree, or another argument differs from what
-                was compiled for. Donated buffers are intact then.
+                was compiled for. The step did not run then, and nothing was donated.
         """
         try:
             batch = args[self._place] if type(self._place) is int else kwargs[self._place]  # pyright: ignore[reportArgumentType]
@@ -161,23 +170,22 @@ class CompiledStep:
         except (AttributeError, KeyError):
             raise self._no_bucket(batch) from None
         if self._prepare is not None or self._sharding is not None:
-            args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
+            args, kwargs = _replaced(args, kwargs, self._place, self._prepared(batch))
         try:
             return executable(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            raise SignatureError(
-                "the arguments beside the batch are not those that the step was compiled for; JAX would compile anew. "
-                "Usual causes: the step returns a state of another dtype, shape or tree than it takes (a Python scalar, a "
-                "promoted dtype, None that becomes an array), or another argument than compile() saw. JAX says:\n"
-                f"{error}"
-            ) from error
+            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+                return self._fn(*args, **kwargs)  # an executable cannot run op by op; the user asked for that to debug
+            if lines := argument_differences(self._fn, executable, args, kwargs):
+                raise self._refusal(lines) from error
+            raise  # not about the arguments
 
-    def _compile_one(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Compiled:
+    def _compile_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Compiled:
+        # A function of its own for each bucket: JAX's caches keep the executables of one function alive together.
         @functools.wraps(self._fn)
         def own(*args: Any, **kwargs: Any) -> Any:
             return self._fn(*args, **kwargs)
 
-        args, kwargs = self._replaced(args, kwargs, self._prepared(batch))
         return self._jit(own).lower(*args, **kwargs).compile()
 
     def _prepared(self, batch: Any) -> Any:
@@ -186,14 +194,18 @@ class CompiledStep:
             batch = self._prepare(batch)
         return batch if self._sharding is None else jax.device_put(batch, self._sharding)
 
-    def _replaced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with the batch in its place."""
-        if isinstance(self._place, int):
-            return (*args[: self._place], batch, *args[self._place + 1 :]), kwargs
-        assert self._place is not None
-        return args, {**kwargs, self._place: batch}
+    def _refusal(self, lines: list[str]) -> SignatureError:
+        """Explains JAX's refusal of a call by the leaves that differ."""
+        listed = "\n".join(f"  {line}" for line in lines)
+        return SignatureError(
+            "the arguments are not those that the step was compiled for; JAX would compile anew:\n"
+            f"{listed}\n"
+            "Usual causes: the step returns a state of another dtype, shape, tree or sharding than it takes (a Python scalar, "
+            "a promoted dtype, None that becomes an array), a donated state is used twice, prepare= gives another batch than "
+            "it gave for padding, or the state that compile() saw lay elsewhere. Cast inside the step, or compile() with what "
+            "will be passed.",
+            lines,
+        )
 
     def _no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepError | SignatureError:
         """Explains why a call has no batch."""
@@ -209,7 +221,7 @@ class CompiledStep:
         found = _specs(batch)
         candidates: list[tuple[float, Bucket, list[str]]] = []
         for bucket in self.plan.buckets:
-            distance, lines = difference(found, _specs(pad([], bucket, self.plan)))
+            distance, lines = difference(found, _specs(self.plan.batch_spec(bucket)))
             candidates.append((distance, bucket, lines))
         _, nearest, lines = min(candidates, key=lambda each: each[0])
         lines = lines or [f"the containers: {jax.tree.structure(batch)} received, nested dicts expected"]
@@ -218,14 +230,36 @@ class CompiledStep:
             f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{listed}\n"
             "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
             "the two (a cast, an added feature) as prepare=. The plan:\n"
-            f"{self.plan}"
+            f"{self.plan}",
+            lines,
         )
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None, batch: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with the batch in its place."""
+    if isinstance(place, int):
+        return (*args[:place], batch, *args[place + 1 :]), kwargs
+    assert place is not None
+    return args, {**kwargs, place: batch}
+
+
+def _refuse_64_bits(batch: Any) -> None:
+    """Raises StepError for numpy arrays that JAX would silently cut to 32 bits."""
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    for path, spec in _specs(batch).items():
+        if spec.dtype.kind in "iufc" and jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
+            raise StepError(
+                f"{path!r} of the batch is {spec.dtype}, which JAX silently cuts to "
+                f"{jax.dtypes.canonicalize_dtype(spec.dtype)}: cast it with .map() or prepare=, or enable jax_enable_x64"
+            )
 
 
 def _specs(batch: Any) -> dict[str, ArraySpec]:
     """Returns the shape and dtype of each leaf, by its path."""
-    specs: dict[str, ArraySpec] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
-        specs[jax.tree_util.keystr(path, simple=True, separator="/")] = ArraySpec(tuple(array.shape), array.dtype)
-    return specs
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): spec_of(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from shapebucket.buckets import ArraySpec
 
@@ -43,6 +46,63 @@ def difference(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]
             distance += sum(abs(math.log((a + 1) / (b + 1))) for a, b in pairs) + (0 if alike else 1000)
             lines.append(f"{path}: {_shown(one)} received, {_shown(other)} expected")
     return distance, lines
+
+
+def argument_differences(
+    fn: Callable[..., Any], executable: jax.stages.Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Returns a line for each leaf of a call that is not what an executable was compiled for."""
+    expected_args, expected_kwargs = executable.in_avals
+    sharding_args, sharding_kwargs = executable.input_shardings
+    names = list(inspect.signature(fn).parameters)
+    labels = [names[i] if i < len(names) else f"argument {i}" for i in range(len(args))]
+    if len(args) != len(expected_args) or kwargs.keys() != expected_kwargs.keys():
+        return [
+            f"{len(args)} positional arguments and the keywords {sorted(kwargs)} received, {len(expected_args)} and "
+            f"{sorted(expected_kwargs)} expected"
+        ]
+    lines: list[str] = []
+    for label, one, other, sharding in [
+        *zip(labels, args, expected_args, sharding_args, strict=True),
+        *((name, kwargs[name], expected_kwargs[name], sharding_kwargs[name]) for name in sorted(kwargs)),
+    ]:
+        lines += _tree_differences(label, one, other, sharding)
+    return lines
+
+
+def _tree_differences(label: str, found: Any, expected: Any, shardings: Any) -> list[str]:
+    """Returns a line for each leaf of one argument that differs."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(found)
+    specs = {label + jax.tree_util.keystr(path): spec_of(leaf) for path, leaf in leaves}
+    wanted, wanted_tree = jax.tree_util.tree_flatten_with_path(expected)
+    wanted_specs = {label + jax.tree_util.keystr(path): spec_of(leaf) for path, leaf in wanted}
+    _, lines = difference(specs, wanted_specs)
+    if lines or tree != wanted_tree:
+        return lines or [f"{label}: the containers {tree} received, {wanted_tree} expected"]
+    laid = jax.tree_util.tree_leaves(shardings, is_leaf=lambda each: each is None)
+    for (path, leaf), sharding in zip(leaves, laid, strict=True):
+        if problem := _array_problem(leaf, sharding):
+            lines.append(f"{label}{jax.tree_util.keystr(path)}: {problem}")
+    return lines
+
+
+def _array_problem(leaf: Any, sharding: Any) -> str | None:
+    """Says what is wrong with an array of the right shape and dtype, if anything is."""
+    if isinstance(leaf, Tracer):
+        return "is traced; a CompiledStep cannot be transformed or jitted"
+    if not isinstance(leaf, jax.Array):
+        return None
+    if leaf.is_deleted():
+        return "was deleted, or donated to an earlier call"
+    if sharding is not None and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return f"{leaf.sharding} received, {sharding} expected"
+    return None
+
+
+def spec_of(leaf: Any) -> ArraySpec:
+    """Returns the shape and dtype of an array, or of what numpy makes of another leaf."""
+    array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+    return ArraySpec(tuple(array.shape), array.dtype)
 
 
 def _shown(spec: ArraySpec | None) -> str:
