@@ -1,8 +1,8 @@
 """Loader speed: schedule and stream against Grain's own batching, and a bare numpy fill.
 
 Grain's batches are padded to the longest of all samples, in random order; or, "tight", to their own longest in data that was
-sorted by length before, which fills fewer bytes than any buckets can. The source is a list behind a plain MapDataset, without the
-metrics that `MapDataset.source` records, so that the stages are compared and not the source.
+sorted by length before, which fills fewer bytes than any buckets can. The source is a list behind a plain MapDataset without
+the metrics that `MapDataset.source` records: the stages are compared, not the source.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def measure(quick: bool) -> list[Result]:
     results = [
         result("schedule/grain_batch samples/s ratio", seconds["grain map"] / seconds["schedule"], target=0.9),
         result(
-            "schedule/grain_batch of sorted data, tight, samples/s ratio",
+            "schedule/grain_batch tight, samples/s ratio",
             seconds["grain map, sorted"] / seconds["schedule"],
         ),
         result("stream/grain_batch samples/s ratio", seconds["grain iter"] / seconds["stream"], target=0.75),
