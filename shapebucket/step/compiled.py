@@ -173,7 +173,9 @@ class CompiledStep:
             args, kwargs = _replaced(args, kwargs, self._place, self._prepared(batch))
         try:
             return executable(*args, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "deleted" not in str(error):
+                raise
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return self._fn(*args, **kwargs)  # an executable cannot run op by op; the user asked for that to debug
             if lines := argument_differences(self._fn, executable, args, kwargs):
