@@ -175,6 +175,7 @@ class BucketPlan:
         """
         if masks not in get_args(Masks):
             raise PlanError(f"masks must be one of {get_args(Masks)}, but got {masks!r}")
+        layout.require_axes()
         every = list(buckets)
         for bucket in every:
             _check_axes(bucket, layout)
@@ -425,10 +426,11 @@ class BucketPlan:
         if report is None:
             return render(title, header, rows)
         overlong = f"; {report.overlong:,} samples are cut to fit" if report.overlong else ""
+        bound = "" if report.lower_bound is None else f"at best {report.lower_bound:.1%}, "
         return render(
             title,
             header,
             rows,
-            caption=f"padding {report.padding_fraction:.1%}, against {report.pad_to_max:.1%} in one shape, over "
+            caption=f"padding {report.padding_fraction:.1%} ({bound}{report.pad_to_max:.1%} in one shape) over "
             f"{sum(report.samples):,} samples{overlong}",
         )

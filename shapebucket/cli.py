@@ -7,9 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from shapebucket.errors import ShapebucketError
+from shapebucket.errors import LayoutError, ShapebucketError
+from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
 from shapebucket.planner import plan_buckets
 
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shapebucket", description="Bucket shapes for variable-length data in JAX.")
+    parser.add_argument("--version", action="version", version=version("shapebucket"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     plan = commands.add_parser(
@@ -36,6 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
+    plan.add_argument(
+        "--layout",
+        type=_layout,
+        metavar="JSON",
+        help='which axes vary, with dtypes if a loader is to take the plan: \'{"tokens": "int32[s]"}\'',
+    )
     plan.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="the most buckets")
     size = plan.add_mutually_exclusive_group()
     size.add_argument(
@@ -46,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--max-size", type=_positive, metavar="L", help="no bucket is larger; longer samples count as cut"
     )
-    plan.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load(FILE).with_layout(…)"
-    )
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load")
     plan.add_argument("--json", action="store_true", help="print the result as one JSON object")
     plan.set_defaults(run=_plan)
 
@@ -63,11 +70,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--data-dir", type=Path, default=cache, metavar="DIR", help="the TFDS data set; reused")
     demo.add_argument("--quick", action="store_true", help="a part of the corpus and few steps: under a minute")
-    demo.add_argument("--steps", type=_positive, metavar="N", help="steps of the bucketed run (120; 32 with --quick)")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="steps of the bucketed run (120; 24 with --quick)")
     demo.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="buckets of the plan")
     demo.add_argument("--token-budget", type=_positive, default=4096, metavar="N", help="padded tokens of a batch")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _layout(text: str) -> Layout:
+    """Reads a layout."""
+    try:
+        return Layout(json.loads(text))
+    except (json.JSONDecodeError, LayoutError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:
@@ -86,6 +101,7 @@ def _plan(options: argparse.Namespace) -> None:
     batch_size = 1 if options.batch_size is None and options.token_budget is None else options.batch_size
     plan = plan_buckets(
         lengths,
+        options.layout,
         max_buckets=options.max_buckets,
         token_budget=options.token_budget,
         batch_size=batch_size,
@@ -101,7 +117,7 @@ def _demo(options: argparse.Namespace) -> None:
     from shapebucket.demo.config import DemoConfig
     from shapebucket.demo.run import run_demo
 
-    steps = options.steps or (32 if options.quick else 120)
+    steps = options.steps or (24 if options.quick else 120)
     config = DemoConfig(
         out=options.out,
         data_dir=options.data_dir,

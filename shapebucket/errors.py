@@ -65,16 +65,22 @@ class OverlongError(ShapebucketError, ValueError):
     def __init__(
         self,
         lengths: Mapping[str, int],
-        largest: str,
+        largest: str = "",
         *,
         sample: int | None = None,
         count: int | None = None,
+        bucket: str | None = None,
     ) -> None:
         self.lengths = dict(lengths)
         self.sample = sample
         self.count = count
         which = "a sample" if sample is None else f"sample {sample}"
         others = f" ({count:,} samples fit no bucket; this is the first)" if count else ""
+        if bucket is not None:
+            super().__init__(
+                f"{which} with lengths {self.lengths} does not fit the bucket {bucket}; truncate=True cuts it"
+            )
+            return
         super().__init__(
             f"{which} with lengths {self.lengths} fits no bucket of the plan (the largest: {largest}){others}. "
             'Plan with the longest sample in view, or say overlong="truncate" to cut such samples or '
@@ -112,4 +118,6 @@ class MissingExtraError(ShapebucketError, ImportError):
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(f"{package} is not installed; get it with: pip install 'shapebucket[{extra}]'")
+        super().__init__(
+            f"{package} is not installed; get it with: pip install 'shapebucket[{extra}]' (in a clone: '.[{extra}]')"
+        )

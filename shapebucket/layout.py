@@ -103,10 +103,14 @@ class Layout:
 
         Raises:
             LayoutError: for a notation that cannot be read, a pad value without a feature or that its dtype cannot
-                hold, or a layout in which nothing varies.
+                hold.
         """
-        if not isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(spec, Mapping):
             raise LayoutError(f'a layout is a dict from feature to notation, such as {{"tokens": "s"}}; got {spec!r}')
+        if not isinstance(pad_values or {}, Mapping):
+            raise LayoutError(
+                f'pad_values is a dict from feature to number, such as {{"tokens": -1}}; got {pad_values!r}'
+            )
         pads = dict(_walk(pad_values or {}))
         features = [_parse(path, notation, pads.pop(path, 0)) for path, notation in _walk(spec)]
         if pads:
@@ -119,11 +123,6 @@ class Layout:
         """Fills the fields, of a frozen dataclass, once."""
         ordered = tuple(sorted(features, key=lambda feature: feature.path))
         axes = tuple(dict.fromkeys(axis for feature in ordered for axis in feature.axes))
-        if not axes:
-            raise LayoutError(
-                "no axis varies: give at least one dimension a name, as in {'tokens': 's'}. "
-                "If all samples have one shape, no buckets are needed."
-            )
         object.__setattr__(self, "features", ordered)
         object.__setattr__(self, "axes", axes)
 
@@ -177,7 +176,9 @@ class Layout:
                         sample=index,
                     )
                 shapes.append(array.shape)
-        return cls.of(_infer_features(columns, dtypes))
+        layout = cls.of(_infer_features(columns, dtypes))
+        layout.require_axes()
+        return layout
 
     @cached_property
     def _checks(self) -> list[tuple[Feature, np.dtype[Any] | None, tuple[int, ...]]]:
@@ -200,6 +201,14 @@ class Layout:
     @cached_property
     def _skeleton(self) -> dict[str, Any]:
         return self.to_tree([None] * len(self.features))
+
+    def require_axes(self) -> None:
+        """Raises LayoutError if nothing varies."""
+        if not self.axes:
+            raise LayoutError(
+                "no axis varies: give at least one dimension a name, as in {'tokens': 's'}. "
+                "If all samples have one shape, no buckets are needed"
+            )
 
     @property
     def has_dtypes(self) -> bool:
@@ -402,10 +411,10 @@ def _names(leaves: Iterable[tuple[str, ...]]) -> str:
 def _wrong_keys(node: Tree, found: Tree, path: tuple[str, ...]) -> LayoutError:
     missing = sorted(node.keys() - found.keys())
     extra = sorted(map(str, found.keys() - node.keys()))
-    problems = [f"lacks {missing}"] if missing else []
-    problems += [f"has {extra}, which the layout does not"] if extra else []
+    problems = [f"lacks {missing}, which the layout has"] if missing else []
+    problems += [f"has {extra}, which the layout has not"] if extra else []
     return LayoutError(
-        f"the sample {' and '.join(problems)}: add it to the layout, or keep only what the layout names with .map()",
+        f"the sample {' and '.join(problems)}: mend the layout, or make the samples fit it with .map()",
         path="/".join(path),
     )
 
@@ -427,7 +436,10 @@ def _parse(path: tuple[str, ...], notation: Any, pad_value: Scalar) -> Feature:
         elif word.isidentifier():
             dims.append(word)
         else:
-            raise LayoutError(f"{word!r} in {notation!r} is neither an axis name nor a size", path=name)
+            raise LayoutError(
+                f"{word!r} in {notation!r} is neither an axis name nor a size; dimensions are separated by spaces",
+                path=name,
+            )
     dtype = None if match["dtype"] is None else _dtype(match["dtype"], name)
     return _checked_pad(Feature(path, tuple(dims), dtype, pad_value))
 
@@ -448,7 +460,7 @@ def _dtype(name: str, path: str) -> np.dtype[Any]:
 def _checked_pad(feature: Feature) -> Feature:
     """Returns the feature if its dtype can hold its pad value."""
     value, dtype = feature.pad_value, feature.dtype
-    if not isinstance(value, bool | int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(value, bool | int | float):
         raise LayoutError(f"the pad value {value!r} must be a Python number", path=feature.name)
     if dtype is not None:
         with np.errstate(all="ignore"):

@@ -128,8 +128,12 @@ class LengthTable:
             layout = json.loads(str(saved))
             values = np.stack(list(arrays.values()), axis=1)
             return cls(tuple(arrays), values, Layout.from_json(layout) if layout else None)
-        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+        except LengthsError as error:
             raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+            raise LengthsError(
+                f"cannot read lengths from {os.fspath(path)!r}: it is no whole .npy or .npz file of numbers ({error})"
+            ) from error
 
 
 def measure(
@@ -148,8 +152,16 @@ def measure(
 
     Raises:
         LayoutError: with the sample's index, if one does not fit the layout.
-        LengthsError: for a data set without samples, or without end.
+        LengthsError: for a data set without samples, or a `MapDataset` without end. (An iterable without end cannot be told
+            from a long one, and is read for ever.)
     """
+    if layout is not None and not isinstance(layout, Layout):
+        raise LengthsError(f"measure() takes a Layout, as in Layout({layout!r}), but got {type(layout).__name__}")
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise LengthsError(
+            f"measure() takes samples, a data set or an iterable of dicts, but got {type(dataset).__name__}; lengths that are "
+            "known go to plan_buckets as they are"
+        )
     total = len(cast(Sequence[Any], dataset)) if hasattr(dataset, "__len__") else None
     if total is not None and total >= sys.maxsize:
         raise LengthsError("the data set has no end: measure it before .repeat()")
@@ -159,6 +171,7 @@ def measure(
             seen = list(itertools.islice(dataset, _INFERRED_FROM))
             dataset = itertools.chain(seen, dataset)
         layout = Layout.infer(cast(Sequence[Tree], seen or dataset), samples=_INFERRED_FROM)
+    layout.require_axes()
     absent = (ABSENT,) * len(layout.axes)
     rows: list[tuple[int, ...]] = []
     for index, sample in enumerate(track(_samples(dataset, total), "measure", total=total, enabled=progress)):
@@ -172,20 +185,42 @@ def measure(
         except LayoutError as error:
             raise error.at(index) from None
     if not any(row is not absent for row in rows):
-        raise LengthsError(f"the data set has no samples ({len(rows)} elements, all absent)" if rows else "no samples")
+        raise LengthsError(
+            f"the data set has no samples: it gave {len(rows)} elements"
+            + (", all absent (None): look at its filters" if rows else "; an iterator that was read before gives none")
+        )
     return LengthTable(layout.axes, np.array(rows, np.int32), layout)
 
 
 def _samples(dataset: Any, total: int | None) -> Iterator[Tree | None]:
     """Yields every element in order, absent ones as None."""
     if total is None or not hasattr(dataset, "__getitem__"):
-        yield from dataset
+        iterator = iter(dataset)
+        for index in itertools.count():
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"shapebucket: while measure() read sample {index}")
+                raise
     elif hasattr(dataset, "__getitems__"):
         for start in range(0, total, _CHUNK):
-            yield from dataset.__getitems__(list(range(start, min(start + _CHUNK, total))))
+            stop = min(start + _CHUNK, total)
+            try:
+                chunk = dataset.__getitems__(list(range(start, stop)))
+            except Exception as error:
+                error.add_note(f"shapebucket: while measure() read the samples {start} to {stop - 1}")
+                raise
+            yield from chunk
     else:
         for index in range(total):
-            yield dataset[index]
+            try:
+                sample = dataset[index]
+            except Exception as error:
+                error.add_note(f"shapebucket: while measure() read sample {index}")
+                raise
+            yield sample
 
 
 def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:

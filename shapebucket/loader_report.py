@@ -14,6 +14,14 @@ Remainder = Literal["pad", "drop"]
 Overlong = Literal["error", "truncate", "drop"]
 
 
+def check_plan(plan: object) -> None:
+    """Raises ScheduleError for what is no plan."""
+    if not isinstance(plan, BucketPlan):
+        raise ScheduleError(
+            f"a loader takes the BucketPlan before the lengths, but got {type(plan).__name__} in its place"
+        )
+
+
 def check_policies(remainder: str, overlong: str) -> None:
     """Raises ScheduleError for a policy that does not exist, listing those that do."""
     for name, value, allowed in (
@@ -39,6 +47,7 @@ class LoaderReport:
         overlong_dropped: samples left out since they fit no bucket.
         remainder_dropped: samples left out since they filled no batch.
         waiting: samples taken from the source that no batch holds yet; 0 for a schedule.
+        early: batches that a stream emitted before they were full, since a sample had waited for `max_wait`.
         absent: elements that the data set does not have (filtered out before the loader); they are no samples.
     """
 
@@ -50,6 +59,7 @@ class LoaderReport:
     overlong_dropped: int
     remainder_dropped: int
     waiting: int
+    early: int
     absent: int
 
     @property
@@ -92,10 +102,12 @@ class LoaderReport:
             "dropped as overlong": self.overlong_dropped,
             "dropped with the remainder": self.remainder_dropped,
             "waiting": self.waiting,
+            "batches emitted early": self.early,
             "absent": self.absent,
         }
+        emitted = f"{sum(self.samples):,} of {self.seen:,} samples in {sum(self.batches):,} batches"
         return render(
-            f"{self.seen:,} samples in {sum(self.batches):,} batches, padding {self.padding_fraction:.1%}",
+            f"{emitted}, padding {self.padding_fraction:.1%}",
             [*self.plan.layout.axes, "batch", "batches", "samples", "rows used", "padding"],
             rows,
             caption=", ".join(f"{count:,} {name}" for name, count in lost.items()),

@@ -67,7 +67,8 @@ def pad_rows(rows: Sequence[Row], bucket: Bucket, plan: BucketPlan, *, truncate:
     if overlong.any():
         if not truncate:
             first = int(np.argmax(overlong))
-            raise OverlongError(dict(zip(layout.axes, rows[first].lengths, strict=True)), str(bucket), sample=first)
+            named = dict(zip(layout.axes, rows[first].lengths, strict=True))
+            raise OverlongError(named, sample=first, bucket=str(bucket))
         lengths = np.minimum(lengths, limits)
     arrays = [
         _fill(feature, [row.leaves[number] for row in rows], bucket, sizes)
@@ -114,9 +115,11 @@ def unpad(outputs: Tree, batch: Tree, layout: Layout) -> list[dict[str, Any]]:
         A list of samples, as views, without padding and padding rows, in the batch's order.
 
     Raises:
-        LayoutError: if the batch has neither mask nor lengths of an axis, or an array has another rank.
+        LayoutError: if the batch has neither mask nor lengths of an axis, or an array has another shape than the batch's.
     """
+    mask = np.asarray(batch[EXAMPLE_MASK])
     lengths = {axis: _axis_lengths(batch, axis) for axis in layout.axes}
+    sizes = {axis: _axis_size(outputs, batch, layout, axis) for axis in layout.axes}
     arrays: list[npt.NDArray[Any]] = []
     for feature in layout.features:
         leaf: Any = outputs
@@ -125,14 +128,14 @@ def unpad(outputs: Tree, batch: Tree, layout: Layout) -> list[dict[str, Any]]:
                 raise LayoutError("the outputs lack this feature of the layout", path=feature.name)
             leaf = leaf[key]
         array = np.asarray(leaf)
-        if array.ndim != 1 + len(feature.dims):
+        expected = (len(mask), *feature.shape(sizes))
+        if array.shape != expected:
             raise LayoutError(
-                f"has shape {array.shape}, but a batch of {feature.notation!r} has rank {1 + len(feature.dims)}",
-                path=feature.name,
+                f"has shape {array.shape}, but {feature.notation!r} of this batch has {expected}", path=feature.name
             )
         arrays.append(array)
     samples: list[dict[str, Any]] = []
-    for row in np.flatnonzero(np.asarray(batch[EXAMPLE_MASK])):
+    for row in np.flatnonzero(mask):
         here = {axis: int(each[row]) for axis, each in lengths.items()}
         leaves = [
             array[(row, *map(slice, feature.shape(here)))]
@@ -150,14 +153,29 @@ def _axis_lengths(batch: Tree, axis: str) -> npt.NDArray[np.integer[Any]]:
     raise LayoutError(f"the batch has neither {axis}_mask nor {axis}_length, so axis {axis!r} cannot be cut")
 
 
+def _axis_size(outputs: Tree, batch: Tree, layout: Layout, axis: str) -> int:
+    """Returns the batch's size on an axis: of its mask; or, where it has lengths, of the first output that has the axis."""
+    if f"{axis}_mask" in batch:
+        return np.shape(batch[f"{axis}_mask"])[1]
+    feature = next(feature for feature in layout.features if axis in feature.axes)
+    leaf: Any = outputs
+    for key in feature.path:
+        leaf = leaf.get(key, {})
+    shape = np.shape(leaf)
+    size = shape[1 + feature.dims.index(axis)] if len(shape) == 1 + len(feature.dims) else 0
+    return max(size, int(np.max(batch[f"{axis}_length"], initial=0)))
+
+
 def length_mask(lengths: Any, size: int) -> Any:
     """Makes a mask from lengths, in numpy or inside jit: `length_mask(batch["s_length"], batch["tokens"].shape[1])`.
 
     Args:
-        lengths: integers [B], a numpy or JAX array.
+        lengths: integers [B], a list, or a numpy or JAX array.
         size: `L`, a Python integer, so that the shape is static.
 
     Returns:
         bool [B, L], of the same array library; True is real.
     """
+    if not hasattr(lengths, "shape"):
+        lengths = np.asarray(lengths)
     return np.arange(size) < lengths[:, None]

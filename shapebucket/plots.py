@@ -53,6 +53,8 @@ def plot_lengths(lengths: LengthTable, plan: BucketPlan, *, axis: str | None = N
     axes.set_xlabel(f"length on axis {lengths.axes[column]!r} (elements)")
     axes.set_ylabel("samples")
     padding = f", padding {plan.planned.padding_fraction:.1%}" if plan.planned else ""
+    overlong = int((values > bounds[-1]).sum())
+    padding += f"; {overlong:,} beyond the last are cut or dropped" if overlong else ""
     figure.suptitle(f"{len(values):,} samples and the boundaries of {len(plan)} buckets{padding}", fontsize=11)
     return figure
 
@@ -79,7 +81,7 @@ def plot_throughput(runs: Mapping[str, Throughput]) -> Figure:
         The figure.
     """
     figure = Figure(figsize=(8, 1.2 + 1.7 * len(runs)), layout="constrained")
-    panels = np.atleast_1d(np.asarray(figure.subplots(len(runs), 1, sharex=False), dtype=object))
+    panels = np.atleast_1d(np.asarray(figure.subplots(len(runs), 1, sharex=True), dtype=object))
     top = max(real / seconds for run in runs.values() for seconds, _, real in run.steps)
     for panel, (name, run) in zip(panels, runs.items(), strict=True):
         ends = np.cumsum([seconds for seconds, _, _ in run.steps])
@@ -91,10 +93,11 @@ def plot_throughput(runs: Mapping[str, Throughput]) -> Figure:
             panel.axvspan(start, start + compiling, color="#c1440e", alpha=0.35, linewidth=0)
         share = sum(compiling for _, compiling in pauses) / ends[-1]
         mean = sum(real for _, _, real in run.steps) / ends[-1]
-        panel.set_title(f"{name}: {mean:,.0f} real tokens/s, {share:.0%} of the time compiling", fontsize=9, loc="left")
+        ahead = f"{run.seconds_ahead:.0f} s before step 0 and " if run.seconds_ahead >= 0.5 else ""
+        title = f"{name}: {mean:,.0f} real tokens/s; compiling: {ahead}{share:.0%} of the time after"
+        panel.set_title(title, fontsize=9, loc="left")
         panel.set_yscale("log")
         panel.set_ylim(10, 2 * top)
-        panel.set_xlim(-run.seconds_ahead, ends[-1])
-        panel.set_ylabel("tokens/s")
-    panels[-1].set_xlabel("seconds of its own steps, from the first (red: XLA compiles)")
+        panel.set_ylabel("real tokens/s")
+    panels[-1].set_xlabel("seconds of the run's own steps, step 0 at 0 (red: XLA compiles)")
     return figure

@@ -92,7 +92,7 @@ class Schedule:
             ScheduleError: for a policy that does not exist, or if no batch is left.
         """
         check_policies(remainder, overlong)
-        if not isinstance(seed, int | np.integer) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(seed, int | np.integer) or seed < 0:
             raise ScheduleError(f"the seed must be a non-negative integer, but got {seed!r}")
         self.plan = plan
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
@@ -166,6 +166,7 @@ class Schedule:
             overlong_dropped=self._overlong_dropped,
             remainder_dropped=len(self._kept) - len(rows),
             waiting=0,
+            early=0,
             absent=int((~self.lengths.present).sum()),
         )
 

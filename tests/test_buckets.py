@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -98,6 +99,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("layout", "buckets", "options", "error", "message"),
     [
+        (sb.Layout({"x": "3 4"}), [], {}, sb.LayoutError, "no axis varies: give at least one dimension a name"),
         (LAYOUT, [], {}, sb.PlanError, "a plan needs at least one bucket, and no two of one shape; got none"),
         (LAYOUT, [bucket(1, 1), bucket(1, 1, 9)], {}, sb.PlanError, "no two of one shape"),
         (
@@ -177,7 +179,7 @@ def test_a_printed_plan_shows_each_bucket_and_the_total(token_plan):
     assert lines[0] == "4 buckets for tokens: 'int32[s]'"
     assert lines[1].split() == ["s", "batch", "elements", "MB", "share", "padding"]
     assert [line.split()[0] for line in lines[3:7]] == [str(each.sizes["s"]) for each in token_plan.buckets]
-    assert lines[-1].endswith("in one shape, over 100 samples")
+    assert re.fullmatch(r"padding (.+%) \(at best \1, .+% in one shape\) over 100 samples", lines[-1])
 
 
 def test_summary_is_what_tools_rely_on(token_plan):

@@ -33,6 +33,19 @@ def test_plan_takes_several_axes_and_writes_a_plan(tmp_path, capsys):
     assert sb.BucketPlan.load(out).layout.axes == ("src", "tgt")
 
 
+def test_a_layout_makes_a_plan_that_a_loader_takes(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", h=rng.integers(1, 50, 500), w=rng.integers(1, 50, 500))
+    out = tmp_path / "plan.json"
+    arguments = ["plan", str(tmp_path / "images.npz"), "--batch-size", "4", "--out", str(out)]
+    assert main([*arguments, "--layout", '{"image": "uint8[h w 3]"}']) == 0
+    plan = sb.BucketPlan.load(out)
+    assert plan.batch_spec(plan.buckets[0])["image"].dtype == np.uint8
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--layout", '{"image": "h,w"}'])
+    assert "dimensions are separated by spaces" in capsys.readouterr().err
+
+
 def test_input_that_cannot_be_used_is_a_message_and_status_2(tmp_path, lengths_file, capsys):
     assert main(["plan", str(tmp_path / "nowhere.npy")]) == 2
     assert "shapebucket: [Errno 2] No such file or directory" in capsys.readouterr().err

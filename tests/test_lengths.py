@@ -67,14 +67,49 @@ def test_measure_names_the_sample_at_fault(pairs):
 
 
 def test_measure_refuses_no_samples_and_no_end(pairs):
-    with pytest.raises(sb.LengthsError, match="no samples"):
+    with pytest.raises(sb.LengthsError, match="the data set has no samples: it gave 0 elements"):
         sb.measure([], LAYOUT, progress=False)
     for layout in (LAYOUT, None):
         with pytest.raises(sb.LengthsError, match=r"no end: measure it before .repeat\(\)"):
             sb.measure(grain.MapDataset.source(pairs).repeat(), layout, progress=False)
     assert sb.Layout.infer(grain.MapDataset.source(pairs).repeat()).axes == ("src", "tgt")
-    with pytest.raises(sb.LengthsError, match=r"no samples \(100 elements, all absent\)"):
+    with pytest.raises(sb.LengthsError, match=r"no samples: it gave 100 elements, all absent \(None\)"):
         sb.measure(grain.MapDataset.source(pairs).filter(lambda _: False), LAYOUT, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "chunks"])
+def test_an_error_of_the_source_says_which_sample(kind):
+    class Source:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            if index == 7:
+                raise OSError("bad record")
+            return {"x": np.zeros(index)}
+
+    class Chunked(Source):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    source = {"map": Source(), "iterable": (Source()[index] for index in range(10)), "chunks": Chunked()}[kind]
+    with pytest.raises(OSError, match="bad record") as caught:
+        sb.measure(source, sb.Layout({"x": "s"}), progress=False)
+    which = "the samples 0 to 9" if kind == "chunks" else "sample 7"
+    assert caught.value.__notes__ == [f"shapebucket: while measure() read {which}"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "layout", "message"),
+    [
+        ([], {"x": "s"}, r"measure\(\) takes a Layout, as in Layout\(\{'x': 's'\}\), but got dict"),
+        ({"x": [1]}, None, r"measure\(\) takes samples, .* but got dict; lengths that are known go to plan_buckets"),
+        (None, None, "but got NoneType"),
+    ],
+)
+def test_measure_refuses_what_is_no_data_set(dataset, layout, message):
+    with pytest.raises(sb.LengthsError, match=message):
+        sb.measure(dataset, layout)
 
 
 def test_file_round_trip(tmp_path, pairs):
@@ -104,7 +139,7 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path):
     sb.LengthTable.of(np.arange(1000), ["s"]).save(tmp_path / "cut.npz")
     content = (tmp_path / "cut.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
-    with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*cut.npz': File is not a zip file"):
+    with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*cut.npz': it is no whole .npy or .npz file"):
         sb.LengthTable.load(tmp_path / "cut.npz")
     np.save(tmp_path / "objects.npy", np.array([[1], [1, 2]], object), allow_pickle=True)
     with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*objects.npy'"):

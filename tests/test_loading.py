@@ -241,6 +241,7 @@ class TestStream:
             if 0 in numbers([batch]):
                 break
         assert batch["example_mask"].sum() == 1
+        assert iterator.report().early == 1
         assert iterator.get_state()["seen"] == 51
 
     def test_the_state_stays_small_when_a_sample_waits_for_long(self, token_plan):
@@ -265,9 +266,16 @@ class TestStream:
         state = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)).get_state()
         other = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=7))
         with pytest.raises(
-            sb.StateError, match="the state was saved with the plan and policies '.*-None-pad-error', but this"
+            sb.StateError,
+            match="the state was saved by a loader with max_wait None, here 7: restore it into one with the same plan",
         ):
             other.set_state(state)
+
+    def test_what_is_no_state_is_refused(self, source, token_plan):
+        iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        for state in ('{"seen": 1}', {"next_index": 3}):
+            with pytest.raises(sb.StateError, match="this is no state of a BucketedIterDataset"):
+                iterator.set_state(state)
 
     def test_a_state_of_a_longer_data_set_is_refused(self, tokens, token_plan):
         whole = iter(sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan))
@@ -409,6 +417,21 @@ class TestStream:
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
         assert str(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
         assert str(iter(dataset)) == "BucketedDatasetIterator(buckets=4)"
+
+
+def test_what_is_no_data_set_or_no_plan_is_refused(source, token_plan, token_lengths):
+    with pytest.raises(
+        sb.ScheduleError, match="takes a grain.MapDataset of samples, but got .*: for an IterDataset there is"
+    ):
+        sb.BucketedMapDataset(source.to_iter_dataset(), token_plan, token_lengths)
+    with pytest.raises(
+        sb.ScheduleError, match=r"takes a grain.IterDataset of samples, but got .*: call .to_iter_dataset\(\)"
+    ):
+        sb.BucketedIterDataset(source, token_plan)
+    with pytest.raises(
+        sb.ScheduleError, match="takes the BucketPlan before the lengths, but got LengthTable in its place"
+    ):
+        sb.BucketedMapDataset(source, token_lengths, token_plan)
 
 
 def test_lengths_in_place_of_masks(source, token_lengths):

@@ -54,4 +54,4 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "matplotlib is not installed; get it with: pip install 'shapebucket[plots]'"
+    assert done.stdout.startswith("matplotlib is not installed; get it with: pip install 'shapebucket[plots]'")

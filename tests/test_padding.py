@@ -73,7 +73,9 @@ def test_truncation_cuts_every_axis_at_its_end():
 
 
 def test_a_sample_too_long_is_an_error_unless_it_may_be_cut():
-    with pytest.raises(sb.OverlongError, match=r"sample 1 with lengths \{'h': 1, 'w': 1, 's': 7\} fits no bucket"):
+    with pytest.raises(
+        sb.OverlongError, match=r"sample 1 with lengths \{'h': 1, 'w': 1, 's': 7\} does not fit the bucket"
+    ):
         sb.pad([make(1, 1, 1, 0), make(1, 1, 7, 0)], BUCKET, plan())
 
 
@@ -99,10 +101,25 @@ def test_unpad_refuses_what_it_cannot_cut():
     batch = sb.pad([make(1, 1, 2, 0)], BUCKET, plan())
     with pytest.raises(sb.LayoutError, match="neither q_mask nor q_length, so axis 'q' cannot be cut"):
         sb.unpad({"x": np.zeros((4, 2))}, batch, sb.Layout({"x": "q"}))
-    with pytest.raises(sb.LayoutError, match=r"feature 'x': has shape \(4,\), but a batch of 's' has rank 2"):
+    with pytest.raises(sb.LayoutError, match=r"feature 'x': has shape \(4,\), but 's' of this batch has \(4, 6\)"):
         sb.unpad({"x": np.zeros(4)}, batch, sb.Layout({"x": "s"}))
+    with pytest.raises(sb.LayoutError, match=r"has shape \(4, 5\), but 's' of this batch has \(4, 6\)"):
+        sb.unpad({"x": np.zeros((4, 5))}, batch, sb.Layout({"x": "s"}))
+    with pytest.raises(sb.LayoutError, match=r"has shape \(4, 6, 5\), but 's 6' of this batch has \(4, 6, 6\)"):
+        sb.unpad({"x": np.zeros((4, 6, 5))}, batch, sb.Layout({"x": "s 6"}))
+    with pytest.raises(sb.LayoutError, match=r"has shape \(3, 6\), but 's' of this batch has \(4, 6\)"):
+        sb.unpad({"x": np.zeros((3, 6))}, batch, sb.Layout({"x": "s"}))
+    short = sb.pad([make(1, 1, 6, 0)], BUCKET, plan("length"))
+    with pytest.raises(sb.LayoutError, match=r"has shape \(4, 5\), but 's' of this batch has \(4, 6\)"):
+        sb.unpad({"x": np.zeros((4, 5))}, short, sb.Layout({"x": "s"}))
     with pytest.raises(sb.LayoutError, match="feature 'y/z': the outputs lack this feature"):
         sb.unpad({"x": np.zeros(4)}, batch, sb.Layout({"y": {"z": "s"}}))
+
+
+def test_outputs_without_an_axis_are_unpadded_too():
+    batch = sb.pad([make(1, 1, 2, 0), make(1, 1, 5, 0)], BUCKET, plan())
+    back = sb.unpad({"logits": np.arange(20).reshape(4, 5)}, batch, sb.Layout({"logits": "5"}))
+    assert [each["logits"].tolist() for each in back] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 def test_batches_share_no_memory():

@@ -192,7 +192,7 @@ def test_any_other_batch_is_refused_by_leaf_with_the_nearest_bucket(step, batche
         f"the batch is of no bucket, so the step has no executable for it; nearest is [{rows} × s={size}]:\n  "
     )
     assert caught.match(line)
-    assert "declare a change between the two (a cast, an added feature) as prepare=" in message
+    assert "declare a change between the two (a cast, an added feature) as prepare=. The plan's buckets: [" in message
     assert compiles.count == 0
     assert not state.is_deleted()
 
@@ -252,6 +252,15 @@ def test_it_runs_op_by_op_where_jit_is_disabled(step, batches):
     with jax.disable_jit():
         state, real = step(jnp.zeros((), jnp.int32), batches[0])
     assert int(state) == int(real) == int(batches[0]["tokens"][batches[0]["s_mask"]].sum())
+
+
+def test_it_names_itself(step):
+    assert str(step) == "CompiledStep(total, 4 executables of 4 buckets)"
+
+
+def test_what_is_no_plan_is_refused(token_plan):
+    with pytest.raises(sb.StepError, match="CompiledStep takes a BucketPlan after the function, but got Layout"):
+        sb.CompiledStep(total, token_plan.layout)
 
 
 def test_a_jitted_function_is_refused(token_plan):

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import absl.logging
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +34,7 @@ _UNKNOWN = 1  # 0 is padding
 
 def data_source(config: DemoConfig) -> Any:
     """Returns the corpus as a TFDS data source of `{"tokens": int32 [length]}`; prepares it if it is not there yet."""
+    absl.logging.set_verbosity(absl.logging.ERROR)  # it warns of a data set that is not there yet
     builder = _Builder(config)
     if not builder.is_prepared():
         tfds.disable_progress_bar()

@@ -12,7 +12,7 @@ import numpy as np
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
-from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
 from shapebucket.padding import Row, pad_rows
 from shapebucket.schedule import promote
 
@@ -56,7 +56,13 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
             ScheduleError: for a policy that does not exist, or a `max_wait` below 1.
             LayoutError: if the plan does not know the dtypes.
         """
+        if not isinstance(parent, grain.IterDataset):
+            raise ScheduleError(
+                f"BucketedIterDataset takes a grain.IterDataset of samples, but got {type(parent).__name__}: call "
+                ".to_iter_dataset() on a MapDataset"
+            )
         super().__init__(parent)
+        check_plan(plan)
         check_policies(remainder, overlong)
         if max_wait is not None and max_wait < 1:
             raise ScheduleError(f"max_wait must be at least 1 sample, or None, but got {max_wait}")
@@ -69,9 +75,14 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
         self._latest: BucketedDatasetIterator | None = None
 
     @property
-    def fingerprint(self) -> str:
-        """What a state must have been saved with to be restored here."""
-        return f"{self.plan.fingerprint}-{self.max_wait}-{self.remainder}-{self.overlong}"
+    def fingerprint(self) -> dict[str, Any]:
+        """What a state must have been saved with to be restored here: the plan's fingerprint and the policies, by name."""
+        return {
+            "plan": self.plan.fingerprint,
+            "max_wait": self.max_wait,
+            "remainder": self.remainder,
+            "overlong": self.overlong,
+        }
 
     def __iter__(self) -> BucketedDatasetIterator:
         self._latest = BucketedDatasetIterator(iter(self._samples), self)
@@ -116,6 +127,7 @@ class _Counts:
         self.truncated = 0
         self.overlong_dropped = 0
         self.remainder_dropped = 0
+        self.early = 0
         self.absent = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +175,9 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     def _next_batch(self) -> dict[str, Any]:
         while self._flush is None:
             index = self._overdue()
-            if index is None:
+            if index is not None:
+                self._counts.early += 1
+            else:
                 try:
                     index = self._read()
                 except StopIteration:
@@ -205,12 +219,19 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         Raises:
             StateError: if it was saved with another plan or configuration.
         """
-        found = state.get("fingerprint")
-        if found != self._dataset.fingerprint:
+        mine = self._dataset.fingerprint
+        if not isinstance(state, dict) or not isinstance(state.get("fingerprint"), dict):
             raise StateError(
-                f"the state was saved with the plan and policies {found!r}, but this loader has "
-                f"{self._dataset.fingerprint!r}: restore it into a loader with the plan file, max_wait, remainder and "
-                "overlong that it was saved with"
+                f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}"
+            )
+        found = state["fingerprint"]
+        if found != mine:
+            changed = [
+                f"{name} {found.get(name)!r}, here {mine[name]!r}" for name in mine if found.get(name) != mine[name]
+            ]
+            raise StateError(
+                f"the state was saved by a loader with {'; '.join(changed)}: restore it into one with the same plan (its file, "
+                "BucketPlan.load) and policies"
             )
         self._reset()
         self._saved = copy.deepcopy(state)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
-from shapebucket.loader_report import LoaderReport, Overlong, Remainder
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
 from shapebucket.padding import Row, pad_rows
 from shapebucket.schedule import Schedule
 
@@ -55,7 +55,13 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             ScheduleError: if `lengths` is not of this data set, or no batch can be made.
             LayoutError: if the plan does not know the dtypes, or a sample does not fit the layout.
         """
+        if not isinstance(parent, grain.MapDataset):
+            raise ScheduleError(
+                f"BucketedMapDataset takes a grain.MapDataset of samples, but got {type(parent).__name__}: for an IterDataset "
+                "there is BucketedIterDataset"
+            )
         super().__init__(parent)
+        check_plan(plan)
         plan.batch_spec(plan.buckets[0])
         self.schedule = Schedule(lengths, plan, seed=seed, shuffle=shuffle, remainder=remainder, overlong=overlong)
         if len(parent) != len(self.schedule.lengths):

@@ -1,4 +1,4 @@
-"""The many-axis planner: merging boxes until few enough are left.
+"""Merging boxes until few enough are left: where the search for several axes starts.
 
 Letters in shapes: `G` groups of samples of one shape, `A` axes.
 """

@@ -16,8 +16,8 @@ from shapebucket.buckets import Bucket, BucketPlan, Masks
 from shapebucket.errors import PlanError
 from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
+from shapebucket.planner.boxes import choose_boxes
 from shapebucket.planner.exact import optimal_boundaries
-from shapebucket.planner.merge import merge_boxes
 
 
 def plan_buckets(
@@ -36,7 +36,8 @@ def plan_buckets(
     """Chooses the bucket shapes that compute on the fewest elements.
 
     With one axis the plan is optimal: no other set of at most `max_buckets` boundaries that are multiples of `multiple_of`
-    has less padding. With several axes it is a good one, found by merging.
+    has less padding. With several axes it is a good one, found by a search; `plan.planned.lower_bound` is the padding that no
+    plan of as many buckets can go below.
 
     Args:
         lengths: what `measure` returned; or arrays [N] of lengths in elements, by axis.
@@ -84,8 +85,7 @@ def plan_buckets(
         chosen, curve = optimal_boundaries(counts, layout.elements(shapes), max_buckets)
         sizes, least = shapes[chosen], int(curve[-1])
     else:
-        sizes = merge_boxes(shapes, counts, layout.elements, max_buckets)
-        least = int((counts * layout.elements(shapes)).sum())  # as if every shape had a bucket of its own
+        sizes, least = choose_boxes(shapes, counts, layout.elements, max_buckets)
     rows = _batch_sizes(layout.elements(sizes), batch_size, token_budget, batch_multiple_of, sizes, layout)
     if max_batch_size is not None:
         _positive("max_batch_size", max_batch_size)
@@ -129,7 +129,7 @@ def _by_axis(name: str, value: int | Mapping[str, int], axes: tuple[str, ...], d
 
 
 def _positive(name: str, number: int) -> None:
-    if not isinstance(number, int | np.integer) or number < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(number, int | np.integer) or number < 1:
         raise PlanError(f"{name} must be a whole number of at least 1, but got {number!r}")
 
 
@@ -150,7 +150,7 @@ def _batch_sizes(
     _positive("token_budget", token_budget)
     rows = token_budget // elements // batch_multiple_of * batch_multiple_of
     if not rows.all():
-        worst = int(np.argmin(rows))
+        worst = int(np.argmax(elements))
         named = dict(zip(layout.axes, sizes[worst].tolist(), strict=True))
         raise PlanError(
             f"a token_budget of {token_budget:,} elements cannot hold {batch_multiple_of} rows of {named} "

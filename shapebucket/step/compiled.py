@@ -83,8 +83,10 @@ class CompiledStep:
                 likewise.
 
         Raises:
-            StepError: for a function that is jitted already.
+            StepError: for a function that is jitted already, or what is no plan.
         """
+        if not isinstance(plan, BucketPlan):
+            raise StepError(f"CompiledStep takes a BucketPlan after the function, but got {type(plan).__name__}")
         if hasattr(fn, "lower") and hasattr(fn, "trace"):
             raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
         self.plan = plan
@@ -95,6 +97,10 @@ class CompiledStep:
         self._place: int | str | None = None
         self._executables: dict[Bucket, jax.stages.Compiled] = {}
         self._dispatch: dict[Signature, jax.stages.Compiled] = {}
+
+    def __str__(self) -> str:
+        name = getattr(self._fn, "__name__", repr(self._fn))
+        return f"CompiledStep({name}, {len(self._executables)} executables of {len(self.plan)} buckets)"
 
     @property
     def executables(self) -> Mapping[Bucket, jax.stages.Compiled]:
@@ -215,7 +221,7 @@ class CompiledStep:
             return StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
         return SignatureError(
             f"the step was compiled with the batch as argument {self._place!r}, but was called with {len(args)} positional "
-            f"arguments and the keywords {sorted(kwargs)}"
+            f"arguments and the keywords {sorted(kwargs)}: call it as compile() was called"
         )
 
     def _no_bucket(self, batch: Any) -> SignatureError:
@@ -231,8 +237,8 @@ class CompiledStep:
         return SignatureError(
             f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{listed}\n"
             "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
-            "the two (a cast, an added feature) as prepare=. The plan:\n"
-            f"{self.plan}",
+            "the two (a cast, an added feature) as prepare=. "
+            f"The plan's buckets: {', '.join(map(str, self.plan.buckets))}",
             lines,
         )
 
