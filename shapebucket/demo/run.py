@@ -98,7 +98,7 @@ class Run(NamedTuple):
 def _take_turns(config: DemoConfig, plan: BucketPlan, lengths: LengthTable) -> dict[str, Run]:
     """Runs all of `RUNS`, turn by turn."""
     rounds = 2 if config.quick else 4
-    part = {"bucketed": 1.0, "pad_to_max": 0.3, "batch_max": 0.25 if config.quick else 0.9}
+    part = {"bucketed": 1.0, "pad_to_max": 0.3, "batch_max": 0.25 if config.quick else 0.8}
     steps = {name: max(1, round(config.steps * part[name] / rounds)) for name in RUNS}
     turns: dict[str, list[Turn]] = {name: [] for name in RUNS}
     ahead: dict[str, float] = {}
