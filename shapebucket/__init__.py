@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
     from shapebucket.padding import length_mask, pad, unpad
-    from shapebucket.planner import plan_buckets
+    from shapebucket.planner import PolynomialCost, TableCost, count_steps, plan_buckets
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.step import BATCH, CompiledStep, CompileReport
     from shapebucket.watch import CompileCounter
@@ -51,7 +51,7 @@ _MODULES = {
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset"),
     "padding": ("length_mask", "pad", "unpad"),
-    "planner": ("plan_buckets",),
+    "planner": ("PolynomialCost", "TableCost", "count_steps", "plan_buckets"),
     "schedule": ("Schedule", "ScheduledBatch"),
     "step": ("BATCH", "CompileReport", "CompiledStep"),
     "watch": ("CompileCounter",),
@@ -78,6 +78,7 @@ __all__ = [
     "OverlongError",
     "PlanError",
     "PlanReport",
+    "PolynomialCost",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -85,6 +86,8 @@ __all__ = [
     "SignatureError",
     "StateError",
     "StepError",
+    "TableCost",
+    "count_steps",
     "length_mask",
     "measure",
     "pad",

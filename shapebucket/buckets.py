@@ -87,7 +87,8 @@ class PlanReport:
         overlong: samples longer than every bucket; they are counted in the bucket they would be cut to.
         pad_to_max_elements: the elements computed on if every sample were padded to one shape that holds them all.
         least_elements: a lower bound: no plan of as many buckets and the same alignment computes on fewer elements. The
-            planner's knowledge: None for a report on other lengths or of a plan made by hand.
+            planner's knowledge: None for a report on other lengths or of a plan made by hand, or for a cost beside elements.
+        curve: the least cost with at most 1, 2, … buckets, in the planner's cost; empty where it did not look.
     """
 
     samples: tuple[int, ...]
@@ -96,6 +97,7 @@ class PlanReport:
     overlong: int
     pad_to_max_elements: int
     least_elements: int | None = None
+    curve: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanReport:
@@ -148,6 +150,7 @@ class BucketPlan:
     Attributes:
         layout: which axes of a sample vary.
         buckets: the shapes, from the cheapest row to the dearest; a sample goes to the first that holds it.
+        row_costs: what a row of each costs, in the order of `buckets`; None where that is its elements.
         masks: what a batch carries beside the features: `"mask"`, a bool mask [B, size] for each axis, or `"length"`,
             int32 lengths [B], which are cheaper to transfer (`length_mask` makes the mask inside jit). A bool
             `example_mask` [B] comes with either.
@@ -157,6 +160,7 @@ class BucketPlan:
     layout: Layout
     buckets: tuple[Bucket, ...]
     masks: Masks
+    row_costs: tuple[float, ...] | None
     planned: PlanReport | None = field(compare=False, repr=False)
 
     def __init__(
@@ -165,9 +169,17 @@ class BucketPlan:
         buckets: Iterable[Bucket],
         *,
         masks: Masks = "mask",
+        row_costs: Sequence[float] | None = None,
         planned: PlanReport | None = None,
     ) -> None:
         """Makes a plan by hand; `plan_buckets` makes the best one.
+
+        Args:
+            layout: which axes of a sample vary.
+            buckets: in any order.
+            masks: see the class.
+            row_costs: what a row of each costs, in the order of `buckets`, if that is not its elements.
+            planned: what the plan does to the lengths it was made from, in the plan's order.
 
         Raises:
             PlanError: for no buckets, two of one shape, or a bucket whose axes are not the layout's.
@@ -182,7 +194,11 @@ class BucketPlan:
         if len({bucket.axes for bucket in every}) != len(every) or not every:
             listed = ", ".join(map(str, every)) or "none"
             raise PlanError(f"a plan needs at least one bucket, and no two of one shape; got {listed}")
-        ordered = sorted(every, key=lambda bucket: (int(layout.elements(list(bucket.sizes.values()))), bucket))
+        costs = row_costs or [int(layout.elements(list(bucket.sizes.values()))) for bucket in every]
+        if len(costs) != len(every):
+            raise PlanError(f"row_costs has {len(costs)} numbers for {len(every)} buckets")
+        order = sorted(range(len(every)), key=lambda k: (costs[k], every[k]))
+        ordered = [every[k] for k in order]
         keys = [f"{axis}_{kind}" for axis in layout.axes for kind in get_args(Masks)] + [EXAMPLE_MASK]
         names = [*keys, *{feature.path[0] for feature in layout.features}]
         for clash in {name for name in names if names.count(name) > 1}:
@@ -193,6 +209,7 @@ class BucketPlan:
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "buckets", tuple(ordered))
         object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "row_costs", tuple(float(costs[k]) for k in order) if row_costs else None)
         object.__setattr__(self, "planned", planned)
 
     def __len__(self) -> int:
@@ -333,7 +350,8 @@ class BucketPlan:
         same = (
             layout.axes == self.layout.axes and (layout.elements(self.sizes) == self.layout.elements(self.sizes)).all()
         )
-        return BucketPlan(layout, buckets, masks=self.masks, planned=self.planned if same else None)
+        planned = self.planned if same else None
+        return BucketPlan(layout, buckets, masks=self.masks, row_costs=self.row_costs, planned=planned)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values; `from_json` takes them back."""
@@ -343,6 +361,7 @@ class BucketPlan:
             "layout": self.layout.to_json(),
             "masks": self.masks,
             "buckets": [{"axes": bucket.sizes, "batch_size": bucket.batch_size} for bucket in self.buckets],
+            "row_costs": None if self.row_costs is None else list(self.row_costs),
             "planned": None if planned is None else asdict(planned),
         }
 
@@ -364,6 +383,7 @@ class BucketPlan:
                 Layout.from_json(value["layout"]),
                 [Bucket(tuple(item["axes"].items()), item["batch_size"]) for item in value["buckets"]],
                 masks=value["masks"],
+                row_costs=value["row_costs"],
                 planned=None if planned is None else PlanReport.from_json(planned),
             )
         except (KeyError, TypeError, AttributeError, LayoutError) as error:

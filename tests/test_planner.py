@@ -57,6 +57,40 @@ def test_alignment_is_inside_the_optimisation(lengths, max_buckets, multiple_of)
     assert plan.planned.lower_bound == plan.planned.padding_fraction
 
 
+def least_cost_with(counts, costs, max_buckets, forced):
+    """Brute force over all sets that have the forced ones: each sample goes to the cheapest that holds it."""
+    n, last, curve, best = len(counts), max(np.flatnonzero(counts), default=0), [], np.inf
+    free = [j for j in range(n) if j not in forced]
+    for k in range(1, max_buckets + 1):
+        for extra in itertools.combinations(free, k - len(forced)) if k >= len(forced) else []:
+            chosen = {*forced, *extra}
+            if chosen and max(chosen) >= last:
+                best = min(best, sum(counts[i] * min(costs[j] for j in chosen if j >= i) for i in range(last + 1)))
+        curve.append(best)
+    return curve
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_any_costs_and_forced_boundaries_are_planned_exactly(data):
+    """Costs that fall as buckets grow, and forced boundaries that are dearer than larger ones, included."""
+    n = data.draw(st.integers(1, 7))
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    costs = data.draw(st.lists(st.integers(1, 30), min_size=n, max_size=n))
+    forced = sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=3)))
+    if not forced or forced[-1] != n - 1:
+        counts[-1] = max(1, counts[-1])
+    need = len(forced) + (0 if forced and forced[-1] == n - 1 else 1)
+    max_buckets = data.draw(st.integers(need, need + 3))
+    chosen, curve = optimal_boundaries(counts, costs, max_buckets, forced=forced)
+    assert set(forced) <= set(chosen.tolist())
+    assert len(chosen) <= max_buckets
+    paid = sum(count * min(costs[j] for j in chosen if j >= i) for i, count in enumerate(counts) if count)
+    expected = least_cost_with(counts, costs, max_buckets, forced)
+    assert paid == curve[-1] == expected[-1]
+    assert curve.tolist() == expected[: len(curve)]
+
+
 def test_large_instances_agree_with_a_plain_dynamic_programme():
     rng = np.random.default_rng(0)
     counts, costs = rng.integers(0, 50, 300), np.cumsum(rng.integers(0, 5, 300))
@@ -203,3 +237,103 @@ def test_max_batch_size_bounds_rows():
     assert [each.batch_size for each in plan.buckets] == [16, 16]
     with pytest.raises(sb.PlanError, match="max_batch_size 4 is below batch_multiple_of 8"):
         sb.plan_buckets([1], token_budget=64, max_batch_size=4, batch_multiple_of=8)
+
+
+def step_seconds(size):
+    """A measured step that is fast at multiples of 16, as accelerators are."""
+    return float(size if size % 16 == 0 else 3 * size)
+
+
+def test_a_measured_cost_moves_the_boundaries():
+    lengths = np.random.default_rng(0).integers(1, 65, 1000)
+    table = sb.TableCost(tuple(range(1, 65)), tuple(step_seconds(size) for size in range(1, 65)))
+    plan = sb.plan_buckets(lengths, max_buckets=4, batch_size=8, cost=table)
+    assert plan.sizes[:, 0].tolist() == [16, 32, 48, 64]
+    assert plan.row_costs == (2, 4, 6, 8)
+    assert plan.planned.lower_bound is None
+    assert sb.BucketPlan.from_json(plan.to_json()) == plan
+
+
+def test_attention_moves_boundaries_up_where_it_is_dear():
+    lengths = np.random.default_rng(0).integers(1, 1001, 5000)
+    linear = sb.plan_buckets(lengths, max_buckets=4, batch_size=1)
+    square = sb.plan_buckets(lengths, max_buckets=4, batch_size=1, cost=sb.PolynomialCost(linear=0, quadratic=1))
+    same = sb.plan_buckets(lengths, max_buckets=4, batch_size=1, cost=sb.PolynomialCost())
+    assert same.sizes.tolist() == linear.sizes.tolist()
+    assert (square.sizes[:-1] > linear.sizes[:-1]).all()
+
+
+def test_a_budget_that_rows_cannot_fill_counts_where_steps_cost_alike():
+    """A bucket of 513 under a budget of 1,024 holds one row, one of 512 two: 512 takes half the steps."""
+    lengths = [500] * 50 + [512] * 50 + [513] * 50 + [1024]
+    plan = sb.plan_buckets(lengths, max_buckets=2, token_budget=1024, cost=sb.count_steps)
+    assert plan.sizes[:, 0].tolist() == [512, 1024]
+    by_elements = sb.plan_buckets(lengths, max_buckets=2, token_budget=1024)
+    assert by_elements.sizes[:, 0].tolist() == [513, 1024]
+
+
+def test_boundaries_that_the_user_insists_on_are_there():
+    lengths = np.random.default_rng(0).integers(1, 400, 1000)
+    plan = sb.plan_buckets(lengths, max_buckets=4, batch_size=1, multiple_of=8, include=[128, 512])
+    assert {128, 512} <= set(plan.sizes[:, 0].tolist())
+    assert len(plan) == 4
+    assert plan.planned.lower_bound == plan.planned.padding_fraction
+
+
+def test_a_dear_boundary_that_the_user_insists_on_holds_nothing():
+    table = sb.TableCost((1, 10, 12, 20), (1.0, 9.0, 2.0, 4.0))
+    plan = sb.plan_buckets([10] * 5 + [20], max_buckets=3, batch_size=1, cost=table, include=[10])
+    assert plan.find([10]).sizes == {"s": 12}
+    assert plan.planned.samples[[each.sizes["s"] for each in plan.buckets].index(10)] == 0
+
+
+def test_the_number_of_buckets_follows_from_what_a_compile_costs():
+    lengths = np.random.default_rng(0).integers(1, 500, 10_000)
+    counts = [
+        len(sb.plan_buckets(lengths, batch_size=1, compile_cost=cost, run_samples=100_000))
+        for cost in (1e9, 1e6, 1e4, 0)
+    ]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert 1 < counts[1] < counts[2] < counts[3] == 64
+    plan = sb.plan_buckets(lengths, batch_size=1, compile_cost=1e6, run_samples=100_000)
+    total = [cost * 10 + 1e6 * k for k, cost in enumerate(plan.planned.curve, start=1)]
+    assert len(plan) == 1 + int(np.argmin(total))
+    assert sum(plan.planned.padded_elements) == plan.planned.curve[len(plan) - 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": "flops"}, 'cost must be "elements" or a function of sizes and batch sizes, but got .flops.'),
+        (
+            {"cost": lambda sizes, rows: np.full(len(sizes), np.nan)},
+            "the cost of a batch of size .* is nan: costs are 0 or more",
+        ),
+        (
+            {"cost": sb.TableCost((1, 2), (1.0, 2.0))},
+            r"the cost of the largest size, \[50\], is not finite: a table must reach it",
+        ),
+        ({"compile_cost": 1.0}, "compile_cost and run_samples go together"),
+        ({"compile_cost": -1.0, "run_samples": 1}, "compile_cost must be a number of 0 or more, but got -1.0"),
+        ({"include": [0]}, "a boundary of include must be a whole number of at least 1, but got 0"),
+        ({"include": [12], "multiple_of": 8}, "the boundary 12 of include must be a multiple of multiple_of 8"),
+        ({"include": [10, 20], "max_buckets": 2}, "max_buckets 2 is too few: include and the longest sample need 3"),
+    ],
+)
+def test_costs_and_boundaries_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(sb.PlanError, match=message):
+        sb.plan_buckets([1, 20, 50], batch_size=1, **options)
+
+
+def test_several_axes_are_planned_by_elements():
+    lengths = {"s": [1, 5, 9], "t": [9, 5, 1]}
+    with pytest.raises(sb.PlanError, match="cost, include and compile_cost are for one axis"):
+        sb.plan_buckets(lengths, sb.Layout({"x": "s", "y": "t"}), batch_size=1, include=[4])
+
+
+def test_a_cost_table_must_be_one():
+    with pytest.raises(sb.PlanError, match="ascending lengths and one cost for each"):
+        sb.TableCost((2, 1), (1.0, 1.0))
+    with pytest.raises(sb.PlanError, match="must be positive numbers"):
+        sb.TableCost((1, 2), (1.0, 0.0))
