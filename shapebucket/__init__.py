@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
     from shapebucket.padding import length_mask, pad, unpad
-    from shapebucket.planner import PolynomialCost, TableCost, count_steps, plan_buckets
+    from shapebucket.planner import (
+        PolynomialCost,
+        TableCost,
+        count_steps,
+        from_tf_boundaries,
+        plan_buckets,
+        plan_by_rule,
+        to_tf_boundaries,
+    )
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.step import BATCH, CompiledStep, CompileReport
     from shapebucket.watch import CompileCounter
@@ -51,7 +59,15 @@ _MODULES = {
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset"),
     "padding": ("length_mask", "pad", "unpad"),
-    "planner": ("PolynomialCost", "TableCost", "count_steps", "plan_buckets"),
+    "planner": (
+        "PolynomialCost",
+        "TableCost",
+        "count_steps",
+        "from_tf_boundaries",
+        "plan_buckets",
+        "plan_by_rule",
+        "to_tf_boundaries",
+    ),
     "schedule": ("Schedule", "ScheduledBatch"),
     "step": ("BATCH", "CompileReport", "CompiledStep"),
     "watch": ("CompileCounter",),
@@ -88,10 +104,13 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "from_tf_boundaries",
     "length_mask",
     "measure",
     "pad",
     "plan_buckets",
+    "plan_by_rule",
+    "to_tf_boundaries",
     "unpad",
 ]
 

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, get_args
 
-from shapebucket.errors import LayoutError, ShapebucketError
+from shapebucket.buckets import BucketPlan
+from shapebucket.errors import LayoutError, PlanError, ShapebucketError
 from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
-from shapebucket.planner import plan_buckets
+from shapebucket.planner import Rule, plan_buckets, plan_by_rule
+from shapebucket.tables import render
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,26 +41,17 @@ def _parser() -> argparse.ArgumentParser:
         help="choose bucket shapes from a file of lengths",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    plan.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
-    plan.add_argument(
-        "--layout",
-        type=_layout,
-        metavar="JSON",
-        help='which axes vary, with dtypes if a loader is to take the plan: \'{"tokens": "int32[s]"}\'',
-    )
-    plan.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="the most buckets")
-    size = plan.add_mutually_exclusive_group()
-    size.add_argument(
-        "--token-budget", type=_positive, metavar="N", help="padded elements a batch may hold (or --batch-size)"
-    )
-    size.add_argument("--batch-size", type=_positive, metavar="B", help="rows of every bucket (1 if neither is given)")
-    plan.add_argument("--multiple-of", type=_positive, default=1, metavar="M", help="every size is a multiple of it")
-    plan.add_argument(
-        "--max-size", type=_positive, metavar="L", help="no bucket is larger; longer samples count as cut"
-    )
+    _add_planning(plan)
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load")
-    plan.add_argument("--json", action="store_true", help="print the result as one JSON object")
     plan.set_defaults(run=_plan)
+
+    compare = commands.add_parser(
+        "compare",
+        help="put the plan beside those of other projects' rules",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_planning(compare)
+    compare.set_defaults(run=_compare)
 
     demo = commands.add_parser(
         "demo",
@@ -75,6 +69,41 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--token-budget", type=_positive, default=4096, metavar="N", help="padded tokens of a batch")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of everything that plans."""
+    parser.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
+    parser.add_argument(
+        "--layout",
+        type=_layout,
+        metavar="JSON",
+        help='which axes vary, with dtypes if a loader is to take the plan: \'{"tokens": "int32[s]"}\'',
+    )
+    parser.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="the most buckets")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--token-budget", type=_positive, metavar="N", help="padded elements a batch may hold (or --batch-size)"
+    )
+    size.add_argument("--batch-size", type=_positive, metavar="B", help="rows of every bucket (1 if neither is given)")
+    parser.add_argument("--multiple-of", type=_positive, default=1, metavar="M", help="every size is a multiple of it")
+    parser.add_argument(
+        "--max-size", type=_positive, metavar="L", help="no bucket is larger; longer samples count as cut"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def _planning(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `plan_buckets` and `plan_by_rule`."""
+    neither = options.batch_size is None and options.token_budget is None
+    return {
+        "layout": options.layout,
+        "max_buckets": options.max_buckets,
+        "token_budget": options.token_budget,
+        "batch_size": 1 if neither else options.batch_size,
+        "multiple_of": options.multiple_of,
+        "max_size": options.max_size,
+    }
 
 
 def _layout(text: str) -> Layout:
@@ -97,20 +126,41 @@ def _positive(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    lengths = LengthTable.load(options.file)
-    batch_size = 1 if options.batch_size is None and options.token_budget is None else options.batch_size
-    plan = plan_buckets(
-        lengths,
-        options.layout,
-        max_buckets=options.max_buckets,
-        token_budget=options.token_budget,
-        batch_size=batch_size,
-        multiple_of=options.multiple_of,
-        max_size=options.max_size,
-    )
+    plan = plan_buckets(LengthTable.load(options.file), **_planning(options))
     if options.out:
         plan.save(options.out)
     print(json.dumps(plan.summary()) if options.json else plan)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    lengths, arguments = LengthTable.load(options.file), _planning(options)
+    plans: dict[str, BucketPlan] = {"shapebucket": plan_buckets(lengths, **arguments)}
+    left_out: dict[str, str] = {}
+    for rule in get_args(Rule):
+        try:
+            plans[rule] = plan_by_rule(rule, lengths, **arguments)
+        except PlanError as error:
+            left_out[rule] = str(error)
+    best = plans["shapebucket"].summary()["padding_fraction"]
+    facts = {
+        rule: {
+            "buckets": len(plan),
+            "padding_fraction": (padding := plan.summary()["padding_fraction"]),
+            "computed": (1 - best) / (1 - padding),
+        }
+        for rule, plan in plans.items()
+    }
+    if options.json:
+        print(json.dumps({"rules": facts, "left_out": left_out}))
+        return
+    rows = [
+        [rule, str(each["buckets"]), f"{each['padding_fraction']:.1%}", f"{each['computed']:.2f} ×"]
+        for rule, each in sorted(facts.items(), key=lambda item: item[1]["padding_fraction"])
+    ]
+    title = f"rules with at most {options.max_buckets} buckets, where they heed a number"
+    print(render(title, ["rule", "buckets", "padding", "computed"], rows, text=1))
+    for rule, why in left_out.items():
+        print(f"left out: {rule}: {why}")
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -33,6 +33,22 @@ def test_plan_takes_several_axes_and_writes_a_plan(tmp_path, capsys):
     assert sb.BucketPlan.load(out).layout.axes == ("src", "tgt")
 
 
+def test_compare_puts_the_rules_side_by_side(lengths_file, capsys):
+    assert main(["compare", str(lengths_file), "--max-buckets", "4", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rules"]["shapebucket"] == {
+        "buckets": 4,
+        "padding_fraction": pytest.approx(0.2, abs=0.05),
+        "computed": 1,
+    }
+    assert result["rules"]["constant_width"]["computed"] >= 1
+    assert result["left_out"] == {"nemo_2d": "nemo_2d is for two axes, but the layout has 1"}
+    assert main(["compare", str(lengths_file), "--max-buckets", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("rules with at most 4 buckets")
+    assert "left out: nemo_2d" in printed
+
+
 def test_a_layout_makes_a_plan_that_a_loader_takes(tmp_path, capsys):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "images.npz", h=rng.integers(1, 50, 500), w=rng.integers(1, 50, 500))

@@ -4,13 +4,18 @@ from shapebucket.planner.boxes import choose_boxes
 from shapebucket.planner.costs import BatchCost, PolynomialCost, TableCost, count_steps
 from shapebucket.planner.exact import optimal_boundaries
 from shapebucket.planner.plan import plan_buckets
+from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, to_tf_boundaries
 
 __all__ = [
     "BatchCost",
     "PolynomialCost",
+    "Rule",
     "TableCost",
     "choose_boxes",
     "count_steps",
+    "from_tf_boundaries",
     "optimal_boundaries",
     "plan_buckets",
+    "plan_by_rule",
+    "to_tf_boundaries",
 ]

@@ -1,0 +1,167 @@
+"""Problem: lengths, layout and the rules that every planner shares, and the plan that boxes make of them.
+
+Letters in shapes: `N` samples, `A` axes, `n` boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shapebucket.buckets import Bucket, BucketPlan, Masks
+from shapebucket.errors import PlanError
+from shapebucket.layout import Layout
+from shapebucket.lengths import LengthTable
+from shapebucket.planner.costs import Ints
+
+Lengths = LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        layout: which axes vary, with the dtypes that were measured.
+        table: the lengths.
+        values: those of the samples that are there, cut at the largest size, int64 [N, A].
+        step: every size is a multiple of it, int64 [A].
+        rows: from a row's elements [n] to the rows of a batch [n]; 0 where the budget holds none.
+        token_budget: for messages.
+        batch_multiple_of: for messages.
+        masks: see `BucketPlan`.
+    """
+
+    layout: Layout
+    table: LengthTable
+    values: Ints
+    step: Ints
+    rows: Callable[[Ints], Ints]
+    token_budget: int | None
+    batch_multiple_of: int
+    masks: Masks
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Lengths,
+        layout: Layout | None,
+        *,
+        batch_size: int | None,
+        token_budget: int | None,
+        multiple_of: int | Mapping[str, int],
+        batch_multiple_of: int,
+        max_batch_size: int | None,
+        max_size: int | Mapping[str, int] | None,
+        masks: Masks,
+    ) -> Problem:
+        """Checks the arguments of `plan_buckets` that every planner shares; raises what it documents."""
+        layout = _layout_of(lengths, layout)
+        layout.require_axes()
+        table = LengthTable.of(lengths, layout.axes)
+        values = table.values[table.present].astype(np.int64)
+        if not len(values):
+            raise PlanError("there are no lengths to plan from")
+        step = _by_axis("multiple_of", multiple_of, layout.axes, 1)
+        if max_size is not None:
+            limit = _by_axis("max_size", max_size, layout.axes, np.iinfo(np.int64).max)
+            capped = limit < np.iinfo(np.int64).max
+            if (limit[capped] % step[capped]).any():
+                raise PlanError(f"max_size {max_size} must be a multiple of multiple_of {multiple_of}")
+            values = np.minimum(values, limit)
+        rows = _rows_rule(batch_size, token_budget, batch_multiple_of, max_batch_size)
+        return cls(layout, table, values, step, rows, token_budget, batch_multiple_of, masks)
+
+    def align(self, sizes: Ints) -> Ints:
+        """Rounds sizes up to the multiples that hold them, int64 [..., A]."""
+        return np.maximum(-(-sizes // self.step) * self.step, self.step)
+
+    def plan(self, sizes: Ints, *, row_costs: list[float] | None = None, **facts: Any) -> BucketPlan:
+        """Makes the plan of some boxes, with a report.
+
+        Args:
+            sizes: int64 [n, A].
+            row_costs: see `BucketPlan`.
+            **facts: what the planner knows, fields of `PlanReport`.
+
+        Raises:
+            PlanError: if the budget does not hold the largest box.
+        """
+        elements = self.layout.elements(sizes)
+        batch_sizes = self.rows(elements)
+        if not batch_sizes.all():
+            worst = int(np.argmax(elements))
+            named = dict(zip(self.layout.axes, sizes[worst].tolist(), strict=True))
+            raise PlanError(
+                f"a token_budget of {self.token_budget:,} elements cannot hold {self.batch_multiple_of} rows of {named} "
+                f"({int(elements[worst]):,} elements each): raise it to {int(elements[worst]) * self.batch_multiple_of:,}, or "
+                "limit the longest sample with max_size"
+            )
+        buckets = [
+            Bucket(tuple(zip(self.layout.axes, each, strict=True)), rows)
+            for each, rows in zip(sizes.tolist(), batch_sizes.tolist(), strict=True)
+        ]
+        plan = BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs)
+        planned = replace(plan.report(self.table), **facts)
+        return BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs, planned=planned)
+
+
+def check_positive(name: str, number: int) -> None:
+    """Raises PlanError for what is no whole number of at least 1."""
+    if not isinstance(number, int | np.integer) or number < 1:
+        raise PlanError(f"{name} must be a whole number of at least 1, but got {number!r}")
+
+
+def _layout_of(lengths: object, layout: Layout | None) -> Layout:
+    """Returns the layout to plan for: the given one, with the dtypes that were measured."""
+    measured = lengths.layout if isinstance(lengths, LengthTable) else None
+    if layout is None:
+        axes = lengths.axes if isinstance(lengths, LengthTable) else lengths if isinstance(lengths, Mapping) else ("s",)
+        return measured or Layout({axis: axis for axis in cast(Iterable[str], axes)})
+    if measured is None:
+        return layout
+    together = layout.with_dtypes_of(measured)
+    if together is None:
+        raise PlanError(f"the lengths were measured with the layout ({measured}), not with ({layout})")
+    return together
+
+
+def _by_axis(name: str, value: int | Mapping[str, int], axes: tuple[str, ...], default: int) -> npt.NDArray[np.int64]:
+    """Returns one number for each axis, int64 [A]."""
+    if isinstance(value, Mapping):
+        given = dict(value)
+        if unknown := set(given) - set(axes):
+            raise PlanError(f"{name} names the axes {sorted(unknown)}, but the layout has {axes}")
+    else:
+        given = dict.fromkeys(axes, value)
+    for number in given.values():
+        check_positive(name, number)
+    return np.array([given.get(axis, default) for axis in axes], np.int64)
+
+
+def _rows_rule(
+    batch_size: int | None, token_budget: int | None, multiple_of: int, max_batch_size: int | None
+) -> Callable[[Ints], Ints]:
+    """Returns the function from a row's elements [n] to the rows of a batch [n]; 0 where the budget holds none."""
+    check_positive("batch_multiple_of", multiple_of)
+    if (batch_size is None) == (token_budget is None):
+        raise PlanError("give either batch_size (rows of every bucket) or token_budget (padded elements of a batch)")
+    if max_batch_size is not None:
+        check_positive("max_batch_size", max_batch_size)
+        if max_batch_size < multiple_of:
+            raise PlanError(f"max_batch_size {max_batch_size} is below batch_multiple_of {multiple_of}")
+    if batch_size is not None:
+        check_positive("batch_size", batch_size)
+        if batch_size % multiple_of:
+            raise PlanError(f"batch_size {batch_size} must be a multiple of batch_multiple_of {multiple_of}")
+        if max_batch_size is not None:
+            raise PlanError("max_batch_size bounds what token_budget gives; with batch_size it has no meaning")
+        return lambda elements: np.full(len(elements), batch_size, np.int64)
+    assert token_budget is not None
+    check_positive("token_budget", token_budget)
+    most = token_budget if max_batch_size is None else max_batch_size
+    return lambda elements: np.minimum(token_budget // elements, most) // multiple_of * multiple_of

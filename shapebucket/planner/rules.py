@@ -1,0 +1,244 @@
+"""The rules by which others choose boundaries, as planners of the same interface: to compare with, and to migrate from.
+
+Each is written from its definition, and takes the lengths that are to be held (cut and present), int64 [N], and the number of
+buckets; it returns inclusive boundaries, ascending, not yet aligned. Several ignore the number of buckets: that is their rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from shapebucket.buckets import BucketPlan, Masks
+from shapebucket.errors import PlanError
+from shapebucket.layout import Layout
+from shapebucket.planner.costs import Ints
+from shapebucket.planner.problem import Lengths, Problem, check_positive
+
+Rule = Literal[
+    "pad_to_max",
+    "equal_count",
+    "equal_mass",
+    "percentile",
+    "constant_width",
+    "linear_width",
+    "exponential_width",
+    "geometric",
+    "powers_of_two",
+    "alphafold3",
+    "nemo_2d",
+]
+_ALPHAFOLD3 = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 4608, 5120)
+
+
+def pad_to_max(lengths: Ints, max_buckets: int) -> Ints:
+    """Makes one bucket of the longest."""
+    del max_buckets
+    return lengths.max(keepdims=True)
+
+
+def equal_count(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the sorted lengths into parts of equally many samples: quantiles."""
+    ordered = np.sort(lengths)
+    return ordered[np.ceil(len(ordered) * np.arange(1, max_buckets + 1) / max_buckets).astype(np.int64) - 1]
+
+
+def equal_mass(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the sorted lengths into parts of equal total length, as lhotse's DynamicBucketingSampler does."""
+    ordered = np.sort(lengths)
+    mass = np.cumsum(ordered)
+    at = np.searchsorted(mass, mass[-1] * np.arange(1, max_buckets) / max_buckets)
+    return np.append(ordered[at], ordered[-1])
+
+
+def percentile(lengths: Ints, max_buckets: int) -> Ints:
+    """Takes lower percentiles at equal steps, as fairseq's `--num-batch-buckets` does."""
+    steps = np.linspace(0, 100, max_buckets + 1)[1:]
+    return np.percentile(lengths, steps, method="lower").astype(np.int64)
+
+
+def constant_width(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the range from the shortest to the longest into equal widths, as gluon-nlp's ConstWidthBucket does."""
+    return _by_widths(lengths, np.ones(max_buckets))
+
+
+def linear_width(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the range into widths that grow by equal steps, as gluon-nlp's LinearWidthBucket does."""
+    return _by_widths(lengths, np.arange(1.0, max_buckets + 1))
+
+
+def exponential_width(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the range into widths that grow by a factor of 1.1, as gluon-nlp's ExpWidthBucket does."""
+    return _by_widths(lengths, 1.1 ** np.arange(max_buckets))
+
+
+def geometric(lengths: Ints, max_buckets: int) -> Ints:
+    """Steps from 8 by x ← max(x + 1, ⌊1.1·x⌋), as tensor2tensor does; as many buckets as that takes."""
+    del max_buckets
+    sizes = [8]
+    while sizes[-1] < lengths.max():
+        sizes.append(max(sizes[-1] + 1, int(sizes[-1] * 1.1)))
+    sizes[-1] = int(lengths.max())
+    return np.array(sizes, np.int64)
+
+
+def powers_of_two(lengths: Ints, max_buckets: int) -> Ints:
+    """Takes the powers of two from 16 up, as vLLM's TPU backend does; as many buckets as that takes."""
+    del max_buckets
+    return 2 ** np.arange(4, max(4, int(np.ceil(np.log2(max(1, lengths.max()))))) + 1, dtype=np.int64)
+
+
+def alphafold3(lengths: Ints, max_buckets: int) -> Ints:
+    """Takes AlphaFold 3's fixed list of 128 to 5,120, as far as it is needed, and the longest sample where it is beyond."""
+    del max_buckets
+    longest = int(lengths.max())
+    return np.array(
+        [*itertools.takewhile(lambda size: size < longest, _ALPHAFOLD3), _next(_ALPHAFOLD3, longest)], np.int64
+    )
+
+
+def nemo_2d(lengths: Ints, max_buckets: int) -> Ints:
+    """Cuts the first axis by equal mass, then the second within each part, as NeMo's two-dimensional bucketing does.
+
+    Args:
+        lengths: int64 [N, 2].
+        max_buckets: split into ⌈√K⌉ … parts of the first axis, and as many of the second as then fit.
+
+    Returns:
+        Boxes, int64 [≤ K, 2].
+    """
+    outer = max(1, int(np.ceil(np.sqrt(max_buckets))))
+    inner = max(1, max_buckets // outer)
+    first = np.unique(equal_mass(lengths[:, 0], outer))
+    part = np.searchsorted(first, lengths[:, 0])
+    boxes = [
+        (int(first[p]), int(t)) for p in np.unique(part) for t in np.unique(equal_mass(lengths[part == p, 1], inner))
+    ]
+    return np.array(boxes, np.int64)
+
+
+_ONE_AXIS: dict[str, Callable[[Ints, int], Ints]] = {
+    function.__name__: function
+    for function in (
+        pad_to_max,
+        equal_count,
+        equal_mass,
+        percentile,
+        constant_width,
+        linear_width,
+        exponential_width,
+        geometric,
+        powers_of_two,
+        alphafold3,
+    )
+}
+
+
+def plan_by_rule(
+    rule: Rule | Sequence[int],
+    lengths: Lengths,
+    layout: Layout | None = None,
+    *,
+    max_buckets: int = 8,
+    batch_size: int | None = None,
+    token_budget: int | None = None,
+    multiple_of: int | Mapping[str, int] = 1,
+    batch_multiple_of: int = 1,
+    max_batch_size: int | None = None,
+    max_size: int | Mapping[str, int] | None = None,
+    masks: Masks = "mask",
+) -> BucketPlan:
+    """Makes a plan by somebody else's rule. All arguments but the first are those of `plan_buckets`.
+
+    Args:
+        rule: its name; or inclusive boundaries of your own, to which the longest sample is added where it is beyond them.
+        lengths: see `plan_buckets`.
+        layout: see `plan_buckets`; rules are for one axis, but for `pad_to_max` (any) and `nemo_2d` (two).
+        max_buckets: for the rules that heed it.
+        batch_size: see `plan_buckets`.
+        token_budget: see `plan_buckets`.
+        multiple_of: boundaries are rounded up to it afterwards, which is how these rules are aligned.
+        batch_multiple_of: see `plan_buckets`.
+        max_batch_size: see `plan_buckets`.
+        max_size: see `plan_buckets`.
+        masks: see `plan_buckets`.
+
+    Raises:
+        PlanError: for a rule that does not exist or is not for so many axes, and as `plan_buckets`.
+        LengthsError: as `plan_buckets`.
+    """
+    check_positive("max_buckets", max_buckets)
+    problem = Problem.of(
+        lengths,
+        layout,
+        batch_size=batch_size,
+        token_budget=token_budget,
+        multiple_of=multiple_of,
+        batch_multiple_of=batch_multiple_of,
+        max_batch_size=max_batch_size,
+        max_size=max_size,
+        masks=masks,
+    )
+    values = np.maximum(problem.values, 1)
+    axes = values.shape[1]
+    if not isinstance(rule, str):
+        sizes = _given(rule, values)
+    elif rule == "pad_to_max":
+        sizes = values.max(axis=0, keepdims=True)
+    elif rule == "nemo_2d":
+        if axes != 2:
+            raise PlanError(f"nemo_2d is for two axes, but the layout has {axes}")
+        sizes = nemo_2d(values, max_buckets)
+    elif rule in _ONE_AXIS:
+        if axes != 1:
+            raise PlanError(f"the rule {rule} is for one axis, but the layout has {axes}")
+        sizes = _ONE_AXIS[rule](values[:, 0], max_buckets)[:, None]
+    else:
+        raise PlanError(f"rule must be boundaries or one of {get_args(Rule)}, but got {rule!r}")
+    return problem.plan(np.unique(problem.align(sizes), axis=0))
+
+
+def from_tf_boundaries(bucket_boundaries: Sequence[int]) -> list[int]:
+    """Turns the exclusive upper bounds of `tf.data`'s `bucket_by_sequence_length` into inclusive boundaries.
+
+    tf.data puts a length L into the first bucket whose bound b has L < b; the last bucket, of everything else, has no bound,
+    and `plan_by_rule` gives it the longest sample's.
+    """
+    return [bound - 1 for bound in bucket_boundaries]
+
+
+def to_tf_boundaries(plan: BucketPlan) -> list[int]:
+    """Turns a plan's boundaries into `bucket_boundaries` for `tf.data`'s `bucket_by_sequence_length` (one axis).
+
+    The last boundary is left out: tf.data's last bucket is of everything else.
+
+    Raises:
+        PlanError: for a plan of several axes.
+    """
+    if plan.sizes.shape[1] != 1:
+        raise PlanError(f"tf.data buckets one axis, but the plan has {plan.layout.axes}")
+    return [int(size) + 1 for size in np.sort(plan.sizes[:, 0])[:-1]]
+
+
+def _given(boundaries: Sequence[int], values: Ints) -> Ints:
+    for bound in boundaries:
+        check_positive("a boundary", bound)
+    if values.shape[1] != 1:
+        raise PlanError(f"boundaries are for one axis, but the layout has {values.shape[1]}")
+    sizes = np.array(sorted(boundaries), np.int64)
+    longest = int(values.max())
+    return (sizes if len(sizes) and sizes[-1] >= longest else np.append(sizes, longest))[:, None]
+
+
+def _by_widths(lengths: Ints, widths: np.ndarray) -> Ints:
+    """Cuts the range from the shortest to the longest in proportion to widths."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    return np.ceil(shortest + (longest - shortest) * np.cumsum(widths) / widths.sum() - 1e-9).astype(np.int64)
+
+
+def _next(sizes: Sequence[int], longest: int) -> int:
+    """Returns the first size that holds the longest sample, or its length where none does."""
+    return next((size for size in sizes if size >= longest), longest)

@@ -1,0 +1,105 @@
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shapebucket as sb
+from shapebucket.planner import Rule, rules
+
+LENGTHS = np.array([1, 1, 2, 2, 3, 3, 4, 10])
+
+
+def sizes_of(plan: sb.BucketPlan) -> list[int]:
+    return plan.sizes[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "boundaries"),
+    [
+        ("pad_to_max", [10]),
+        ("equal_count", [1, 2, 3, 10]),  # two samples in each
+        ("equal_mass", [3, 4, 10]),  # 26 in all: cut where 6.5, 13 and 19.5 are passed
+        ("percentile", [1, 2, 3, 10]),
+        ("constant_width", [4, 6, 8, 10]),  # 1 + 9/4, rounded up, …
+        ("linear_width", [2, 4, 7, 10]),  # 1 + 9·1/10, 1 + 9·3/10, 1 + 9·6/10, 10
+        ("exponential_width", [3, 6, 8, 10]),
+        ("geometric", [8, 9, 10]),
+        ("powers_of_two", [16]),
+        ("alphafold3", [128]),
+    ],
+)
+def test_each_rule_is_what_its_definition_says(rule, boundaries):
+    assert sizes_of(sb.plan_by_rule(rule, LENGTHS, max_buckets=4, batch_size=1)) == boundaries
+
+
+def test_geometric_steps_are_tensor2tensors():
+    """8, 9, 10, …, 20, 22, 24, 26, 28, 30, 33, …: each the larger of one more and a tenth more, rounded down."""
+    found = rules.geometric(np.array([100]), 0).tolist()
+    assert found[:12] == [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert found[12:20] == [20, 22, 24, 26, 28, 30, 33, 36]
+    assert found[-1] == 100
+
+
+def test_alphafold3_ends_with_the_first_size_that_holds_the_longest():
+    assert rules.alphafold3(np.array([600]), 0).tolist() == [128, 256, 384, 512, 768]
+    assert rules.alphafold3(np.array([512]), 0).tolist() == [128, 256, 384, 512]
+    assert rules.alphafold3(np.array([6000]), 0).tolist()[-2:] == [5120, 6000]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60), st.integers(1, 8), st.sampled_from([1, 8]))
+def test_no_rule_of_as_many_buckets_has_less_padding_than_the_plan(lengths, max_buckets, multiple_of):
+    options = {"batch_size": 1, "multiple_of": multiple_of}
+    for rule in get_args(Rule):
+        if rule == "nemo_2d":
+            continue
+        theirs = sb.plan_by_rule(rule, lengths, max_buckets=max_buckets, **options)
+        assert (theirs.assign(np.array(lengths)[:, None]) >= 0).all()
+        ours = sb.plan_buckets(lengths, max_buckets=len(theirs), **options)
+        assert ours.planned.padding_fraction <= theirs.planned.padding_fraction + 1e-12
+
+
+def test_nemos_two_axes_hold_everything_and_cost_no_less_than_the_search():
+    rng = np.random.default_rng(0)
+    lengths = {"s": rng.geometric(0.02, 2000), "t": rng.geometric(0.05, 2000)}
+    layout = sb.Layout({"src": "s", "tgt": "t"})
+    theirs = sb.plan_by_rule("nemo_2d", lengths, layout, max_buckets=9, batch_size=1, multiple_of=8)
+    ours = sb.plan_buckets(lengths, layout, max_buckets=9, batch_size=1, multiple_of=8)
+    assert len(theirs) <= 9
+    assert theirs.planned.overlong == 0
+    assert ours.planned.padding_fraction < theirs.planned.padding_fraction
+    assert sb.plan_by_rule("pad_to_max", lengths, layout, batch_size=1).planned.padding_fraction == pytest.approx(
+        ours.planned.pad_to_max, abs=0.02
+    )
+
+
+def test_tf_boundaries_are_exclusive():
+    """A length equal to tf.data's bound goes to the next bucket there, and so it does here."""
+    plan = sb.plan_by_rule(sb.from_tf_boundaries([5, 10]), [1, 4, 5, 9, 10, 30], batch_size=1)
+    assert sizes_of(plan) == [4, 9, 30]
+    assert plan.find([5]).sizes == {"s": 9}
+    assert sb.to_tf_boundaries(plan) == [5, 10]
+    pairs = sb.plan_buckets({"s": [1, 9], "t": [9, 1]}, sb.Layout({"x": "s", "y": "t"}), batch_size=1)
+    with pytest.raises(sb.PlanError, match=r"tf.data buckets one axis, but the plan has \('s', 't'\)"):
+        sb.to_tf_boundaries(pairs)
+
+
+def test_rules_are_aligned_afterwards():
+    assert sizes_of(sb.plan_by_rule("equal_count", LENGTHS, max_buckets=4, batch_size=1, multiple_of=4)) == [4, 12]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lengths", "message"),
+    [
+        ("best", [1], r"rule must be boundaries or one of \('pad_to_max', .*, but got 'best'"),
+        ("nemo_2d", [1], "nemo_2d is for two axes, but the layout has 1"),
+        ("equal_mass", {"s": [1], "t": [2]}, "the rule equal_mass is for one axis, but the layout has 2"),
+        ([4], {"s": [1], "t": [2]}, "boundaries are for one axis, but the layout has 2"),
+        ([0, 4], [1], "a boundary must be a whole number of at least 1, but got 0"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rule, lengths, message):
+    with pytest.raises(sb.PlanError, match=message):
+        sb.plan_by_rule(rule, lengths, batch_size=1)
