@@ -347,10 +347,7 @@ class BucketPlan:
             Bucket(tuple((axis, bucket.sizes[axis]) for axis in layout.axes), bucket.batch_size)
             for bucket in self.buckets
         ]
-        same = (
-            layout.axes == self.layout.axes and (layout.elements(self.sizes) == self.layout.elements(self.sizes)).all()
-        )
-        planned = self.planned if same else None
+        planned = self.planned if layout.axis_sets == self.layout.axis_sets else None
         return BucketPlan(layout, buckets, masks=self.masks, row_costs=self.row_costs, planned=planned)
 
     def to_json(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def _rebuild(kind: type[ShapebucketError], args: tuple[Any, ...], facts: dict[st
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(facts)
+    if isinstance(error, ImportError):
+        error.msg = str(error.args[0])
     return error
 
 

@@ -181,6 +181,11 @@ class Layout:
         return layout
 
     @cached_property
+    def axis_sets(self) -> list[tuple[str, ...]]:
+        """The distinct sets of axes among the features, with repetitions, sorted: what `elements` counts."""
+        return sorted({tuple(sorted(feature.axes)) for feature in self.features if feature.axes})
+
+    @cached_property
     def _checks(self) -> list[tuple[Feature, np.dtype[Any] | None, tuple[int, ...]]]:
         """For each feature its dtype, and for each dimension the axis' position, or ~size where it is fixed."""
         return [
@@ -302,7 +307,7 @@ class Layout:
         """
         table = np.asarray(lengths, np.int64)
         total = np.zeros(table.shape[:-1], np.int64)
-        for axes in sorted({tuple(sorted(feature.axes)) for feature in self.features if feature.axes}):
+        for axes in self.axis_sets:
             product = np.ones_like(total)
             for axis in axes:
                 product = product * table[..., self.axes.index(axis)]

@@ -117,17 +117,16 @@ def unpad(outputs: Tree, batch: Tree, layout: Layout) -> list[dict[str, Any]]:
     Raises:
         LayoutError: if the batch has neither mask nor lengths of an axis, or an array has another shape than the batch's.
     """
+    if not isinstance(batch, Mapping) or EXAMPLE_MASK not in batch:
+        raise LayoutError(
+            f"unpad takes the batch that a loader made, with {EXAMPLE_MASK!r}, but got {type(batch).__name__}"
+        )
     mask = np.asarray(batch[EXAMPLE_MASK])
     lengths = {axis: _axis_lengths(batch, axis) for axis in layout.axes}
     sizes = {axis: _axis_size(outputs, batch, layout, axis) for axis in layout.axes}
     arrays: list[npt.NDArray[Any]] = []
     for feature in layout.features:
-        leaf: Any = outputs
-        for key in feature.path:
-            if key not in leaf:
-                raise LayoutError("the outputs lack this feature of the layout", path=feature.name)
-            leaf = leaf[key]
-        array = np.asarray(leaf)
+        array = np.asarray(_output(outputs, feature))
         expected = (len(mask), *feature.shape(sizes))
         if array.shape != expected:
             raise LayoutError(
@@ -153,15 +152,24 @@ def _axis_lengths(batch: Tree, axis: str) -> npt.NDArray[np.integer[Any]]:
     raise LayoutError(f"the batch has neither {axis}_mask nor {axis}_length, so axis {axis!r} cannot be cut")
 
 
+def _output(outputs: Tree, feature: Feature) -> Any:
+    """Returns one feature's array of some outputs."""
+    leaf: Any = outputs
+    for key in feature.path:
+        if not isinstance(leaf, Mapping) or key not in leaf:
+            raise LayoutError(
+                f"the outputs lack this feature of the layout ({type(leaf).__name__} received)", path=feature.name
+            )
+        leaf = leaf[key]
+    return leaf
+
+
 def _axis_size(outputs: Tree, batch: Tree, layout: Layout, axis: str) -> int:
     """Returns the batch's size on an axis: of its mask; or, where it has lengths, of the first output that has the axis."""
     if f"{axis}_mask" in batch:
         return np.shape(batch[f"{axis}_mask"])[1]
     feature = next(feature for feature in layout.features if axis in feature.axes)
-    leaf: Any = outputs
-    for key in feature.path:
-        leaf = leaf.get(key, {})
-    shape = np.shape(leaf)
+    shape = np.shape(_output(outputs, feature))
     size = shape[1 + feature.dims.index(axis)] if len(shape) == 1 + len(feature.dims) else 0
     return max(size, int(np.max(batch[f"{axis}_length"], initial=0)))
 

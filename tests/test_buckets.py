@@ -203,6 +203,8 @@ def test_a_plan_from_bare_lengths_takes_a_layout():
     placed = plan.with_layout(layout)
     assert [each.sizes for each in placed.buckets] == [{"a": 1, "b": 3}, {"a": 2, "b": 9}]
     assert placed.batch_spec(placed.buckets[0])["words"].shape == (2, 3)
+    assert placed.planned == plan.planned
+    assert plan.with_layout(sb.Layout({"image": "uint8[a b]"})).planned is None
     with pytest.raises(sb.PlanError, match=r"the plan has the axes \('a', 'b'\), but the layout has \('s',\)"):
         plan.with_layout(sb.Layout({"x": "s"}))
 

@@ -32,3 +32,4 @@ def test_errors_survive_the_way_from_a_worker_process(error):
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
+    assert getattr(back, "msg", None) == getattr(error, "msg", None)

@@ -8,6 +8,7 @@ from absl import flags
 from conftest import make_tokens
 
 import shapebucket as sb
+from shapebucket.loading import iter_dataset
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
 
@@ -107,13 +108,26 @@ class TestSchedule:
         assert_equal(list(scheduled[1:4]), [scheduled[index] for index in (1, 2, 3)])
 
     def test_shuffling_before_it_is_found_out_before_training(self, source, token_plan, token_lengths):
-        message = r"was measured: the lengths are of other data.* Shuffle with the loader"
-        with pytest.raises(sb.ScheduleError, match=message):
-            sb.BucketedMapDataset(source.shuffle(seed=0), token_plan, token_lengths)
+        """A warning, since one epoch of it works; the second raises."""
         shuffled = source.shuffle(seed=0)
         measured = sb.measure(shuffled, sb.Layout({"tokens": "s"}), progress=False)
+        message = r"was measured: the lengths are of other data.* Shuffle with the loader"
+        with pytest.warns(UserWarning, match=f"a second epoch of this loader will fail: sample .*{message}"):
+            loader = sb.BucketedMapDataset(shuffled, token_plan, measured)
+        assert sorted(numbers(loader)) == list(range(100))
         with pytest.raises(sb.ScheduleError, match=message):
-            sb.BucketedMapDataset(shuffled, token_plan, measured)
+            list(loader.repeat(2))
+        with pytest.warns(UserWarning, match=message):
+            loader = sb.BucketedMapDataset(shuffled, token_plan, token_lengths)
+        with pytest.raises(sb.ScheduleError, match=message):
+            list(loader)
+
+    def test_data_sets_that_do_not_change_raise_no_alarm(self, source, token_plan):
+        mix = grain.MapDataset.mix([source[:50].shuffle(seed=0), source[50:].shuffle(seed=1)])
+        for parent in (source[::-1], source.repeat(2), mix.repeat(1, reseed_each_epoch=False), source[:1]):
+            lengths = sb.measure(parent, sb.Layout({"tokens": "s"}), progress=False)
+            loader = sb.BucketedMapDataset(parent, token_plan, lengths)
+            assert len(numbers(loader.repeat(2))) == 2 * len(parent)
 
     def test_a_sample_whose_length_changed_is_found_out(self, tokens, token_plan, token_lengths):
         loader = sb.BucketedMapDataset(grain.MapDataset.source(tokens), token_plan, token_lengths)
@@ -136,8 +150,11 @@ class TestSchedule:
         assert loader.report().absent == 66
 
     def test_a_filter_that_changed_its_mind_is_an_error(self, source, token_plan, token_lengths):
-        with pytest.raises(sb.ScheduleError, match="is None, but it had a length when it was measured"):
-            sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
+        message = "is None, but it had a length when it was measured"
+        with pytest.warns(UserWarning, match=message):
+            loader = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
+        with pytest.raises(sb.ScheduleError, match=message):
+            loader[0]
 
     def test_lengths_of_another_data_set_are_refused(self, source, token_plan):
         with pytest.raises(sb.ScheduleError, match="the data set has 100 elements, but lengths of 99 were given"):
@@ -273,6 +290,8 @@ class TestStream:
 
     def test_what_is_no_state_is_refused(self, source, token_plan):
         iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        with pytest.raises(sb.StateError, match=r"the state is not whole: it lacks \['counts', 'flushed'"):
+            iterator.set_state({"fingerprint": iterator.get_state()["fingerprint"]})
         for state in ('{"seen": 1}', {"next_index": 3}):
             with pytest.raises(sb.StateError, match="this is no state of a BucketedIterDataset"):
                 iterator.set_state(state)
@@ -320,13 +339,38 @@ class TestStream:
         tokens[30] = {"tokens": np.full(4, 30, np.int32)}
         fresh = iter(dataset)
         fresh.set_state(state)
-        batches = iter(dataset)
-        done = 0
-        while done < 30 and batches.get_state()["seen"] < 30:
-            next(batches)
-            done += 1
-        assert 30 in numbers(fresh)
+        assert sorted(numbers(before) + numbers(fresh)) == list(range(100))
         assert fresh.report().seen == 100
+
+    def test_a_sample_that_could_not_be_read_is_not_passed_over(self, tokens, token_plan):
+        """The iterator stays failed; its state goes on with the sample, exactly."""
+        source = Flaky(tokens)
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan)
+        expected = list(dataset)
+        for number in (0, 3, 16, 40):
+            source.fails_once = number
+            iterator = iter(dataset)
+            before = []
+            with pytest.raises(OSError, match="try again"):
+                before.extend(iterator)
+            with pytest.raises(OSError, match="try again"):
+                next(iterator)
+            iterator.set_state(json.loads(json.dumps(iterator.get_state())))
+            assert_equal(before + list(iterator), expected)
+
+    def test_a_restore_starts_close_to_the_oldest_waiting_sample(self, token_plan, monkeypatch):
+        """Also when the parent's states are thinned out while one sample waits for long."""
+        monkeypatch.setattr(iter_dataset, "_ANCHORS", 8)
+        tokens = [{"tokens": np.zeros(40 if number in (0, 1000) else 2, np.int32)} for number in range(3000)]
+        dataset = sb.BucketedIterDataset(
+            grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan, max_wait=1500
+        )
+        iterator = iter(dataset)
+        for _ in iterator:
+            state = iterator.get_state()
+            waiting = [int(offset) for offset in state["waiting"].split(",") if offset]
+            assert not waiting or waiting[0] < 16
+            assert len(iterator._anchors) <= 8 + 16 + 2 * len(waiting)
 
     def test_a_report_reads_nothing(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)

@@ -112,6 +112,14 @@ def test_unpad_refuses_what_it_cannot_cut():
     short = sb.pad([make(1, 1, 6, 0)], BUCKET, plan("length"))
     with pytest.raises(sb.LayoutError, match=r"has shape \(4, 5\), but 's' of this batch has \(4, 6\)"):
         sb.unpad({"x": np.zeros((4, 5))}, short, sb.Layout({"x": "s"}))
+    with pytest.raises(
+        sb.LayoutError, match=r"feature 'x': the outputs lack this feature of the layout \(ndarray received\)"
+    ):
+        sb.unpad(np.zeros((4, 6)), short, sb.Layout({"x": "s"}))
+    with pytest.raises(
+        sb.LayoutError, match="unpad takes the batch that a loader made, with 'example_mask', but got dict"
+    ):
+        sb.unpad({"x": np.zeros(4)}, {}, sb.Layout({"x": ""}))
     with pytest.raises(sb.LayoutError, match="feature 'y/z': the outputs lack this feature"):
         sb.unpad({"x": np.zeros(4)}, batch, sb.Layout({"y": {"z": "s"}}))
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shapebucket as sb
+from shapebucket.planner import boxes as boxes_module
 from shapebucket.planner import choose_boxes, optimal_boundaries
 
 
@@ -112,11 +113,16 @@ def test_float_costs():
     assert curve[-1] == 6 * 2.25 + 50
 
 
-def test_several_axes_come_close_to_the_best_and_the_bound_holds():
-    """On small instances, against every choice of boxes: the cost within 2 %, mostly equal, and the bound never above."""
+@pytest.mark.parametrize("cells", [10**6, 20])
+def test_several_axes_come_close_to_the_best_and_the_bound_holds(cells, monkeypatch):
+    """On small instances, against every choice of boxes: the cost within 2 %, mostly equal, and the bound never above.
+
+    With few cells the shapes are coarsened: the cost may rise, the bound may not.
+    """
+    monkeypatch.setattr(boxes_module, "_CELLS", cells)
     rng = np.random.default_rng(0)
     equal = 0
-    for number in range(40):
+    for number in range(60 if cells == 20 else 40):
         axes = 2 + number % 2
 
         def elements(sizes, axes=axes):
@@ -134,9 +140,10 @@ def test_several_axes_come_close_to_the_best_and_the_bound_holds():
             (counts * np.where((shapes[:, None] <= boxes[None]).all(axis=2), elements(boxes), 10**9).min(axis=1)).sum()
         )
         assert len(boxes) <= 2
-        assert bound <= best <= cost <= 1.02 * best
+        assert bound <= best <= cost
+        assert cost <= 1.02 * best or cells == 20
         equal += cost == best
-    assert equal >= 36
+    assert equal >= (36 if cells > 20 else 1)
 
 
 def test_many_distinct_shapes_are_coarsened_and_the_bound_still_holds():

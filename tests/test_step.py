@@ -251,6 +251,8 @@ def test_it_cannot_be_jitted_and_says_so(step, batches):
 def test_it_runs_op_by_op_where_jit_is_disabled(step, batches):
     with jax.disable_jit():
         state, real = step(jnp.zeros((), jnp.int32), batches[0])
+        with pytest.raises(sb.SignatureError, match=r"state: int32\[9\] received, int32\[\] expected"):
+            step(jnp.zeros(9, jnp.int32), batches[0])
     assert int(state) == int(real) == int(batches[0]["tokens"][batches[0]["s_mask"]].sum())
 
 
@@ -263,6 +265,47 @@ def test_what_is_no_plan_is_refused(token_plan):
         sb.CompiledStep(total, token_plan.layout)
 
 
+def test_refusals_survive_none_leaves_keys_and_uninspectable_functions(token_plan, batches):
+    def fn(state, batch):
+        return {**state, "a": state["a"] + batch["s_mask"].sum()}
+
+    fn.__signature__ = "bad"
+    step = sb.CompiledStep(fn, token_plan, donate_argnums=0, prepare=lambda batch: {**batch, "key": jax.random.key(0)})
+    state = {"a": jnp.zeros(()), "b": None, "key": jax.random.key(1)}
+    step.compile(state, sb.BATCH, progress=False)
+    step(state, batches[0])
+    with pytest.raises(sb.SignatureError) as caught:
+        step(state, batches[0])
+    assert caught.value.differences == [
+        "argument 0['a']: was deleted, or donated to an earlier call",
+        "argument 0['key']: was deleted, or donated to an earlier call",
+    ]
+
+
+def test_only_the_leaf_at_fault_is_named(token_plan, batches):
+    """Python numbers and 64-bit numpy arrays are read as jit reads them."""
+    step = sb.CompiledStep(lambda lr, w, batch: lr * w * batch["s_mask"].sum(), token_plan)
+    step.compile(0.1, jnp.ones(4), sb.BATCH, progress=False)
+    step(0.1, np.ones(4), batches[0])
+    with pytest.raises(sb.SignatureError) as caught:
+        step(0.1, np.ones(5), batches[0])
+    assert caught.value.differences == ["w: float32[5] received, float32[4] expected"]
+
+
+def test_an_error_of_a_step_that_ran_is_its_own(token_plan, batches):
+    def fails(x):
+        raise RuntimeError("the file was deleted")
+
+    def fn(n, batch):
+        return n + jax.pure_callback(fails, jax.ShapeDtypeStruct((), jnp.int32), batch["s_mask"].sum())
+
+    step = sb.CompiledStep(fn, token_plan)
+    step.compile(1, sb.BATCH, progress=False)
+    with pytest.raises(Exception, match="the file was deleted") as caught:
+        jax.block_until_ready(step(1, batches[0]))
+    assert not isinstance(caught.value, sb.SignatureError)
+
+
 def test_a_jitted_function_is_refused(token_plan):
     with pytest.raises(sb.StepError, match="the step is jitted already: give the plain function"):
         sb.CompiledStep(jax.jit(total, donate_argnums=0), token_plan)
@@ -273,6 +316,11 @@ def test_64_bit_features_are_refused_since_jax_would_cut_them():
     step = sb.CompiledStep(lambda batch: batch["tokens"].sum(), plan)
     with pytest.raises(sb.StepError, match="'tokens' of the batch is int64, which JAX silently cuts to int32: cast it"):
         step.compile(sb.BATCH, progress=False)
+    placed = sb.CompiledStep(
+        lambda batch: batch["tokens"].sum(), plan, batch_sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    with pytest.raises(sb.StepError, match="'tokens' of the batch is int64"):
+        placed.compile(sb.BATCH, progress=False)
     with jax.enable_x64(True):
         step.compile(sb.BATCH, progress=False)
         assert int(step(sb.pad([{"tokens": np.array([2**40])}], plan.buckets[0], plan))) == 2**40

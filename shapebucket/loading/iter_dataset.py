@@ -18,6 +18,7 @@ from shapebucket.schedule import promote
 
 _ANCHOR_EVERY = 16
 _ANCHORS = 1024
+_STATE = {"fingerprint", "parent", "start", "seen", "waiting", "flushed", "counts", "not_emitted"}
 
 
 class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
@@ -224,6 +225,8 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             raise StateError(
                 f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}"
             )
+        if missing := _STATE - state.keys():
+            raise StateError(f"the state is not whole: it lacks {sorted(missing)}")
         found = state["fingerprint"]
         if found != mine:
             changed = [
@@ -290,14 +293,16 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     def _read(self) -> int | None:
         """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now.
 
-        A sample that is refused stays the next one: each call raises again, and a state taken then has it still to come.
+        A sample that cannot be read, or is refused, stays the next one: each call raises again, since whether the parent would
+        give it again is not known. A state taken then has it still to come: set it to try again.
         """
         if self._failure is not None:
-            raise self._failure
-        sample = self._take()
+            raise self._failure.with_traceback(None)
         try:
-            index = self._admit(sample)
-        except (LayoutError, OverlongError) as error:
+            index = self._admit(self._take())
+        except StopIteration:
+            raise
+        except Exception as error:
             self._failure = error
             raise
         self._seen += 1

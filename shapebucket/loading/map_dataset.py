@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import warnings
 from typing import Any, overload
 
 import grain
@@ -38,7 +39,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
     ) -> None:
-        """Plans the epochs; reads a few samples, to see that they have the given lengths in a second epoch too.
+        """Plans the epochs; reads a few samples, to warn if they have not the given lengths in a second epoch.
 
         Args:
             parent: the samples: dicts of arrays as the plan's layout says.
@@ -73,12 +74,16 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         self._probe()
 
     def _probe(self) -> None:
-        """Reads a few samples of the second epoch, to find a data set out whose order changes before an epoch is lost."""
-        if not self.schedule.lengths.present.any():
-            return
+        """Reads a few samples of the second epoch, to warn of a data set whose order changes before an epoch is lost."""
         present = np.flatnonzero(self.schedule.lengths.present)
         for index in present[np.linspace(0, len(present) - 1, min(_PROBES, len(present))).astype(int)].tolist():
-            self._rows(np.array([index]), len(self._samples))
+            try:
+                self._rows(np.array([index]), len(self._samples))
+            except IndexError:
+                return  # a data set of one epoch
+            except (ScheduleError, LayoutError) as error:
+                warnings.warn(f"a second epoch of this loader will fail: {error}", stacklevel=3)
+                return
 
     def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
         """Refuses `mp_prefetch(sequential_slice=True)`, which would cut the samples up under a schedule of all of them.
@@ -149,8 +154,8 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         return ScheduleError(
             f"sample {indices[at]} has lengths {dict(zip(axes, rows[at].lengths, strict=True))}, but "
             f"{dict(zip(axes, expected[at].tolist(), strict=True))} was measured: the lengths are of other data, or the data "
-            "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; for random "
-            "lengths use BucketedIterDataset"
+            "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; freeze a mix with "
+            ".repeat(1, reseed_each_epoch=False); for random lengths use BucketedIterDataset"
         )
 
     def __str__(self) -> str:

@@ -193,7 +193,6 @@ def swap_search(instance: Instance, start: Ints) -> Ints:
         if not total[k, j] < current * (1 - 1e-12):
             return chosen
         chosen[k] = j
-    return chosen
 
 
 def lower_bound(instance: Instance, max_buckets: int, best: float, *, steps: int = 300) -> float:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
+import numpy as np
 
 from shapebucket.buckets import ArraySpec, Bucket, BucketPlan
 from shapebucket.errors import SignatureError, StepError
@@ -139,8 +140,7 @@ class CompiledStep:
                 bars.update(task, note=str(bucket))
                 started = time.perf_counter()
                 batch = pad([], bucket, self.plan)
-                prepared = self._prepared(batch)
-                _refuse_64_bits(prepared)
+                prepared = self._prepared(batch, _refuse_64_bits)
                 try:
                     executables[bucket] = self._compile_one(*_replaced(args, kwargs, places[0], prepared))
                 except Exception as error:
@@ -180,12 +180,12 @@ class CompiledStep:
         try:
             return executable(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "deleted" not in str(error):
-                raise
-            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-                return self._fn(*args, **kwargs)  # an executable cannot run op by op; the user asked for that to debug
+            if isinstance(error, RuntimeError) and not str(error).startswith("Array has been deleted"):
+                raise  # the step ran, and failed
             if lines := argument_differences(self._fn, executable, args, kwargs):
                 raise self._refusal(lines) from error
+            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+                return self._fn(*args, **kwargs)  # an executable cannot run op by op; the user asked for that to debug
             raise  # not about the arguments
 
     def _compile_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Compiled:
@@ -196,10 +196,12 @@ class CompiledStep:
 
         return self._jit(own).lower(*args, **kwargs).compile()
 
-    def _prepared(self, batch: Any) -> Any:
-        """Returns what `fn` takes for a batch of the loader."""
+    def _prepared(self, batch: Any, check: Callable[[Any], None] | None = None) -> Any:
+        """Returns what `fn` takes for a batch of the loader; `check` sees it before it is put on devices."""
         if self._prepare is not None:
             batch = self._prepare(batch)
+        if check is not None:
+            check(batch)
         return batch if self._sharding is None else jax.device_put(batch, self._sharding)
 
     def _refusal(self, lines: list[str]) -> SignatureError:
@@ -258,7 +260,11 @@ def _refuse_64_bits(batch: Any) -> None:
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return
     for path, spec in _specs(batch).items():
-        if spec.dtype.kind in "iufc" and jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
+        if (
+            isinstance(spec.dtype, np.dtype)
+            and spec.dtype.kind in "iufc"
+            and jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype
+        ):
             raise StepError(
                 f"{path!r} of the batch is {spec.dtype}, which JAX silently cuts to "
                 f"{jax.dtypes.canonicalize_dtype(spec.dtype)}: cast it with .map() or prepare=, or enable jax_enable_x64"

@@ -54,7 +54,10 @@ def argument_differences(
     """Returns a line for each leaf of a call that is not what an executable was compiled for."""
     expected_args, expected_kwargs = executable.in_avals
     sharding_args, sharding_kwargs = executable.input_shardings
-    names = list(inspect.signature(fn).parameters)
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # not every callable has one
+        names = []
     labels = [names[i] if i < len(names) else f"argument {i}" for i in range(len(args))]
     if len(args) != len(expected_args) or kwargs.keys() != expected_kwargs.keys():
         return [
@@ -73,13 +76,13 @@ def argument_differences(
 def _tree_differences(label: str, found: Any, expected: Any, shardings: Any) -> list[str]:
     """Returns a line for each leaf of one argument that differs."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(found)
-    specs = {label + jax.tree_util.keystr(path): spec_of(leaf) for path, leaf in leaves}
+    specs = {label + jax.tree_util.keystr(path): _as_jit_reads(spec_of(leaf)) for path, leaf in leaves}
     wanted, wanted_tree = jax.tree_util.tree_flatten_with_path(expected)
     wanted_specs = {label + jax.tree_util.keystr(path): spec_of(leaf) for path, leaf in wanted}
     _, lines = difference(specs, wanted_specs)
     if lines or tree != wanted_tree:
         return lines or [f"{label}: the containers {tree} received, {wanted_tree} expected"]
-    laid = jax.tree_util.tree_leaves(shardings, is_leaf=lambda each: each is None)
+    laid = tree.flatten_up_to(shardings)
     for (path, leaf), sharding in zip(leaves, laid, strict=True):
         if problem := _array_problem(leaf, sharding):
             lines.append(f"{label}{jax.tree_util.keystr(path)}: {problem}")
@@ -97,6 +100,13 @@ def _array_problem(leaf: Any, sharding: Any) -> str | None:
     if sharding is not None and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return f"{leaf.sharding} received, {sharding} expected"
     return None
+
+
+def _as_jit_reads(spec: ArraySpec) -> ArraySpec:
+    """Returns the spec with the dtype that JAX gives it: 32 bits for 64, without `jax_enable_x64`."""
+    if isinstance(spec.dtype, np.dtype):
+        return ArraySpec(spec.shape, np.dtype(jax.dtypes.canonicalize_dtype(spec.dtype)))
+    return spec  # typed PRNG keys and such
 
 
 def spec_of(leaf: Any) -> ArraySpec:
