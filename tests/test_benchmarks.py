@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = sorted(
-    path for path in (Path(__file__).parent.parent / "benchmarks").glob("*.py") if path.stem != "harness"
+    path
+    for path in (Path(__file__).parent.parent / "benchmarks").glob("*.py")
+    if path.stem not in ("harness", "datasets")
 )
 
 

@@ -72,13 +72,13 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyri
         return {"train": self._generate_examples()}
 
     def _generate_examples(self) -> Generator[tuple[int, dict[str, npt.NDArray[np.int32]]]]:
-        documents = list(_documents(_QUICK_DOCUMENTS if self._config.quick else None))
-        encoded = _encode(documents, self._config.vocabulary)
-        for key, ids in enumerate(track(encoded, "write the data set", total=len(documents))):
+        texts = list(documents(_QUICK_DOCUMENTS if self._config.quick else None))
+        encoded = _encode(texts, self._config.vocabulary)
+        for key, ids in enumerate(track(encoded, "write the data set", total=len(texts))):
             yield key, {"tokens": ids}
 
 
-def _documents(limit: int | None) -> Iterator[str]:
+def documents(limit: int | None = None) -> Iterator[str]:
     """Yields the distinct documentation strings, tags stripped, in the order of the files."""
     root = Path(botocore.__file__).parent / "data"
     files = sorted(root.glob("*/*/service-2.json*"))
@@ -110,9 +110,14 @@ def _strings(node: Any) -> Iterator[str]:
             yield from _strings(value)
 
 
-def _encode(documents: Iterable[str], vocabulary: int) -> Iterator[npt.NDArray[np.int32]]:
+def words_of(text: str) -> list[str]:
+    """Splits a document into words and punctuation marks."""
+    return _WORD.findall(text)
+
+
+def _encode(texts: Iterable[str], vocabulary: int) -> Iterator[npt.NDArray[np.int32]]:
     """Yields the word ids of each document: the most frequent words, 1 for every other, 0 for padding."""
-    words = [_WORD.findall(document) for document in documents]
+    words = [words_of(text) for text in texts]
     frequency = Counter(word for document in words for word in document)
     id_of = {word: number for number, (word, _) in enumerate(frequency.most_common(vocabulary - 2), start=2)}
     for document in words:
