@@ -23,9 +23,10 @@ if TYPE_CHECKING:
         StepError,
     )
     from shapebucket.layout import Feature, Layout
-    from shapebucket.lengths import LengthTable, measure
+    from shapebucket.lengths import LengthTable
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
+    from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
         PolynomialCost,
@@ -55,9 +56,10 @@ _MODULES = {
         "StepError",
     ),
     "layout": ("Feature", "Layout"),
-    "lengths": ("LengthTable", "measure"),
+    "lengths": ("LengthTable",),
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset"),
+    "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
         "PolynomialCost",

@@ -1,17 +1,15 @@
-"""LengthTable: the lengths of every sample, and how to take them.
+"""LengthTable: the lengths of every sample of a data set.
 
 Letters in shapes: `N` samples, `A` axes of the layout.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import sys
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,15 +17,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.errors import LengthsError
 from shapebucket.files import replacing
-from shapebucket.layout import Layout, Tree
-from shapebucket.tables import track
+from shapebucket.layout import Layout
 
 ABSENT = -1
-_LAYOUT_KEY = "__layout__"
-_CHUNK = 1024
-_INFERRED_FROM = 256
+_FACTS_KEY = "__facts__"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +92,11 @@ class LengthTable:
             )
         return cls(tuple(axes), np.stack(arrays, axis=1))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the table to an `.npz` file: one array an axis, and the layout."""
-        layout = json.dumps(self.layout.to_json() if self.layout else None)
-        arrays = {_LAYOUT_KEY: np.array(layout), **{axis: self.values[:, i] for i, axis in enumerate(self.axes)}}
+    def save(self, path: str | os.PathLike[str], *, source: Mapping[str, Any] | None = None) -> None:
+        """Writes the table to an `.npz` file: one array an axis, the layout, and what tells the source, as JSON values."""
+        facts = {"layout": self.layout.to_json() if self.layout else None, "source": source}
+        columns = {axis: self.values[:, i] for i, axis in enumerate(self.axes)}
+        arrays = {_FACTS_KEY: np.array(json.dumps(facts)), **columns}
         # not np.savez: an axis may be called "file", as its first argument is
         with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, array in arrays.items():
@@ -114,113 +110,31 @@ class LengthTable:
         Raises:
             LengthsError: naming the file, for one that holds no lengths.
         """
+        return cls.load_with_source(path)[0]
+
+    @classmethod
+    def load_with_source(cls, path: str | os.PathLike[str]) -> tuple[LengthTable, Any]:
+        """Reads lengths and what `save` was told of their source, None if nothing."""
         try:
             with Path(path).open("rb") as file:  # not by its name: numpy leaves a broken archive open
                 content = np.load(file, allow_pickle=False)
                 if isinstance(content, np.ndarray):
-                    return cls.of(content, ["s"])
+                    return cls.of(content, ["s"]), None
                 arrays = {name: content[name] for name in content.files}
-            saved = arrays.pop(_LAYOUT_KEY, None)
+            saved = arrays.pop(_FACTS_KEY, None)
             if not arrays:
                 raise LengthsError("it holds no arrays; an .npz file of lengths has one for each axis")
             if saved is None:
-                return cls.of(arrays, list(arrays))
-            layout = json.loads(str(saved))
-            values = np.stack(list(arrays.values()), axis=1)
-            return cls(tuple(arrays), values, Layout.from_json(layout) if layout else None)
+                return cls.of(arrays, list(arrays)), None
+            facts = json.loads(str(saved))
+            layout = Layout.from_json(facts["layout"]) if facts["layout"] else None
+            return cls(tuple(arrays), np.stack(list(arrays.values()), axis=1), layout), facts["source"]
         except LengthsError as error:
             raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
-        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError) as error:
             raise LengthsError(
                 f"cannot read lengths from {os.fspath(path)!r}: it is no whole .npy or .npz file of numbers ({error})"
             ) from error
-
-
-def measure(
-    dataset: Sequence[Tree | None] | Iterable[Tree], layout: Layout | None = None, *, progress: bool = True
-) -> LengthTable:
-    """Takes the lengths of every sample of a data set.
-
-    Args:
-        dataset: samples: a `grain.MapDataset` or `grain.IterDataset` before `.repeat()` and `.batch()`, a TFDS data
-            source (read in chunks through its `__getitems__`), a list, or any iterable that ends.
-        layout: which axes vary; inferred from samples if not given.
-        progress: whether to show a progress bar on standard error.
-
-    Returns:
-        The table, in the data set's order, with the layout and its dtypes.
-
-    Raises:
-        LayoutError: with the sample's index, if one does not fit the layout.
-        LengthsError: for a data set without samples, or a `MapDataset` without end. (An iterable without end cannot be told
-            from a long one, and is read for ever.)
-    """
-    if layout is not None and not isinstance(layout, Layout):
-        raise LengthsError(f"measure() takes a Layout, as in Layout({layout!r}), but got {type(layout).__name__}")
-    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
-        raise LengthsError(
-            f"measure() takes samples, a data set or an iterable of dicts, but got {type(dataset).__name__}; lengths that are "
-            "known go to plan_buckets as they are"
-        )
-    total = len(cast(Sequence[Any], dataset)) if hasattr(dataset, "__len__") else None
-    if total is not None and total >= sys.maxsize:
-        raise LengthsError("the data set has no end: measure it before .repeat()")
-    if layout is None:
-        seen: list[Any] = []
-        if isinstance(dataset, Iterator):  # what infer takes from it must be measured too
-            seen = list(itertools.islice(dataset, _INFERRED_FROM))
-            dataset = itertools.chain(seen, dataset)
-        layout = Layout.infer(cast(Sequence[Tree], seen or dataset), samples=_INFERRED_FROM)
-    layout.require_axes()
-    absent = (ABSENT,) * len(layout.axes)
-    rows: list[tuple[int, ...]] = []
-    for index, sample in enumerate(track(_samples(dataset, total), "measure", total=total, enabled=progress)):
-        if sample is None:
-            rows.append(absent)
-            continue
-        try:
-            if not layout.has_dtypes:
-                layout = layout.with_dtypes(sample)
-            rows.append(layout.lengths(sample))
-        except LayoutError as error:
-            raise error.at(index) from None
-    if not any(row is not absent for row in rows):
-        raise LengthsError(
-            f"the data set has no samples: it gave {len(rows)} elements"
-            + (", all absent (None): look at its filters" if rows else "; an iterator that was read before gives none")
-        )
-    return LengthTable(layout.axes, np.array(rows, np.int32), layout)
-
-
-def _samples(dataset: Any, total: int | None) -> Iterator[Tree | None]:
-    """Yields every element in order, absent ones as None."""
-    if total is None or not hasattr(dataset, "__getitem__"):
-        iterator = iter(dataset)
-        for index in itertools.count():
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read sample {index}")
-                raise
-    elif hasattr(dataset, "__getitems__"):
-        for start in range(0, total, _CHUNK):
-            stop = min(start + _CHUNK, total)
-            try:
-                chunk = dataset.__getitems__(list(range(start, stop)))
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read the samples {start} to {stop - 1}")
-                raise
-            yield from chunk
-    else:
-        for index in range(total):
-            try:
-                sample = dataset[index]
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read sample {index}")
-                raise
-            yield sample
 
 
 def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:

@@ -61,10 +61,12 @@ def progress_bars(enabled: bool = True) -> Generator[Progress]:
         yield progress
 
 
-def track(items: Iterable[T], label: str, *, total: int | None = None, enabled: bool = True) -> Generator[T]:
-    """Yields the items under a progress bar."""
+def track(
+    items: Iterable[T], label: str, *, total: int | None = None, done: int = 0, enabled: bool = True
+) -> Generator[T]:
+    """Yields the items under a progress bar that starts at `done`."""
     with progress_bars(enabled) as progress:
-        task = progress.add_task(label, total=total, note="")
+        task = progress.add_task(label, total=total, completed=done, note="")
         for item in items:
             yield item
             progress.advance(task)

@@ -21,7 +21,8 @@ from shapebucket.demo.config import DemoConfig
 from shapebucket.demo.corpus import data_source, directory
 from shapebucket.demo.runs import RUNS, RunInput, StepRecord, Turn, rows_for_budget, run_in_turns
 from shapebucket.layout import Layout
-from shapebucket.lengths import LengthTable, measure
+from shapebucket.lengths import LengthTable
+from shapebucket.measuring import measure
 from shapebucket.planner import plan_buckets
 from shapebucket.plots import Throughput, plot_lengths, plot_throughput
 from shapebucket.tables import progress_bars, render
@@ -42,7 +43,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     started = time.perf_counter()
     config.out.mkdir(parents=True, exist_ok=True)
     source = data_source(config)
-    lengths = _lengths(config, source)
+    lengths = measure(source, Layout({"tokens": "s"}), path=directory(config) / "lengths.npz")
     plan = plan_buckets(
         lengths,
         max_buckets=config.max_buckets,
@@ -66,16 +67,6 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     print(f"\nwrote report.json, plan.json, lengths.png and throughput.png to {config.out}", end="")
     print(f" in {time.perf_counter() - started:.0f} s")
     return report
-
-
-def _lengths(config: DemoConfig, source: Any) -> LengthTable:
-    """Returns the lengths of the data set, measured once and kept beside it."""
-    path = directory(config) / "lengths.npz"
-    if path.exists():
-        return LengthTable.load(path)
-    lengths = measure(source, Layout({"tokens": "s"}))
-    lengths.save(path)
-    return lengths
 
 
 class Run(NamedTuple):
