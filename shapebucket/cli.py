@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_planning(plan)
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw lengths and buckets, for one or two axes")
     plan.set_defaults(run=_plan)
 
     compare = commands.add_parser(
@@ -126,9 +127,14 @@ def _positive(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    plan = plan_buckets(LengthTable.load(options.file), **_planning(options))
+    lengths = LengthTable.load(options.file)
+    plan = plan_buckets(lengths, **_planning(options))
     if options.out:
         plan.save(options.out)
+    if options.plot:
+        from shapebucket.plots import plot_plan
+
+        plot_plan(LengthTable.of(lengths, plan.layout.axes), plan).savefig(options.plot, dpi=150)
     print(json.dumps(plan.summary()) if options.json else plan)
 
 

@@ -3,60 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shapebucket.buckets import BucketPlan
-from shapebucket.errors import MissingExtraError
+from shapebucket.errors import MissingExtraError, PlanError
 from shapebucket.lengths import LengthTable
 
 try:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 except ModuleNotFoundError as error:
     raise MissingExtraError("matplotlib", "plots") from error
 
+_RED = "#c1440e"
 
-def plot_lengths(lengths: LengthTable, plan: BucketPlan, *, axis: str | None = None) -> Figure:
-    """Draws the histogram of the lengths with the plan's boundaries.
+
+def plot_plan(lengths: LengthTable, plan: BucketPlan) -> Figure:
+    """Draws lengths and the buckets of a plan for them.
+
+    With one axis, a histogram with the boundaries; with two, a heat map of the samples with the boxes drawn, the smallest on
+    top. Scales are logarithmic where the tail needs it; lengths of 0 are drawn as 1.
 
     Args:
         lengths: of the samples.
-        plan: the buckets.
-        axis: which axis to draw, the first if not given.
+        plan: the buckets, of one or two axes.
 
     Returns:
-        The figure; `figure.savefig("lengths.png")` writes it to a file.
+        The figure; `figure.savefig("plan.png")` writes it to a file.
+
+    Raises:
+        PlanError: for a plan of more axes.
     """
-    column = lengths.axes.index(axis) if axis else 0
-    values = lengths.values[lengths.present, column]
-    bounds = np.unique(plan.sizes[:, column])
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    long_tail = values.max() > 8 * max(1, np.median(values))
-    spaced = np.geomspace if long_tail else np.linspace
-    bins = np.unique(spaced(max(1, values.min()), values.max() + 1, 80).astype(np.int64)) - 0.5
-    axes.hist(values, bins=bins.tolist(), color="#9db4c0")
-    axes.set_yscale("log" if long_tail else "linear")
-    axes.set_xscale("log" if long_tail else "linear")
-    for bound in bounds:
-        axes.axvline(bound, color="#c1440e", linewidth=1)
-        axes.annotate(
-            str(bound),
-            (bound, 1),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="bottom",
-            color="#c1440e",
-            fontsize=8,
+    values = np.maximum(lengths.values[lengths.present], 1)  # a scale may have no 0
+    count = values.shape[1]
+    if count > 2 or lengths.axes != plan.layout.axes:
+        raise PlanError(
+            f"a picture is of one or two axes, the plan's; the plan has {plan.layout.axes}, the lengths {lengths.axes}"
         )
-    axes.set_xlabel(f"length on axis {lengths.axes[column]!r} (elements)")
-    axes.set_ylabel("samples")
-    padding = f", padding {plan.planned.padding_fraction:.1%}" if plan.planned else ""
-    overlong = int((values > bounds[-1]).sum())
-    padding += f"; {overlong:,} beyond the last are cut or dropped" if overlong else ""
-    figure.suptitle(f"{len(values):,} samples and the boundaries of {len(plan)} buckets{padding}", fontsize=11)
+    figure = Figure(figsize=(8, 4) if count == 1 else (8, 6), layout="constrained")
+    axes = figure.subplots()
+    if count == 1:
+        _draw_histogram(axes, values[:, 0], np.unique(plan.sizes))
+    else:
+        figure.colorbar(_draw_boxes(axes, values, plan.sizes), ax=axes, label="samples")
+        axes.set_ylabel(f"length on axis {lengths.axes[1]!r} (elements)")
+    axes.set_xlabel(f"length on axis {lengths.axes[0]!r} (elements)")
+    report = plan.report(lengths)
+    title = f"{len(values):,} samples and the boundaries of {len(plan)} buckets, padding {report.padding_fraction:.1%}"
+    figure.suptitle(title + (f"; {report.overlong:,} are cut or dropped" if report.overlong else ""), fontsize=11)
     return figure
+
+
+def _edges(values: npt.NDArray[Any], bins: int) -> tuple[npt.NDArray[np.float64], str]:
+    """Returns edges of bins between whole numbers, and the scale that suits: "log" where the tail is long."""
+    longest = int(values.max())
+    scale = "log" if longest > 8 * max(1.0, float(np.median(values))) else "linear"
+    spaced = np.geomspace if scale == "log" else np.linspace
+    edges = np.unique(spaced(max(1, values.min()), longest + 1, bins).astype(np.int64))
+    return edges.astype(np.float64) - 0.5, scale
+
+
+def _draw_histogram(axes: Axes, values: npt.NDArray[Any], bounds: npt.NDArray[Any]) -> None:
+    edges, scale = _edges(values, 80)
+    axes.hist(values, bins=edges.tolist(), color="#9db4c0")
+    axes.set_xscale(scale)
+    axes.set_yscale(scale)
+    axes.set_ylabel("samples")
+    for bound in bounds:
+        axes.axvline(bound, color=_RED, linewidth=1)
+        axes.annotate(
+            str(bound), (bound, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", color=_RED, fontsize=8
+        )
+
+
+def _draw_boxes(axes: Axes, values: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> Any:
+    """Draws the heat map and the boxes, and returns the map."""
+    (x_edges, x_scale), (y_edges, y_scale) = (_edges(np.concatenate([values[:, i], sizes[:, i]]), 60) for i in range(2))
+    *_, image = axes.hist2d(
+        values[:, 0], values[:, 1], bins=[x_edges.tolist(), y_edges.tolist()], norm=LogNorm(), cmap="Blues"
+    )
+    axes.set_xscale(x_scale)
+    axes.set_yscale(y_scale)
+    left, bottom = x_edges[0], y_edges[0]
+    for x, y in sizes.tolist():
+        axes.add_patch(Rectangle((left, bottom), x + 0.5 - left, y + 0.5 - bottom, fill=False, edgecolor=_RED))
+        axes.annotate(f"{x} × {y}", (x, y), (4, -2), textcoords="offset points", va="top", color=_RED, fontsize=7)
+    return image
 
 
 class Throughput(NamedTuple):
@@ -90,7 +127,7 @@ def plot_throughput(runs: Mapping[str, Throughput]) -> Figure:
         panel.step(np.append(starts, ends[-1]), [*rates, rates[-1]], where="post", color="#253237", linewidth=0.9)
         pauses = [(start, each[1]) for start, each in zip(starts, run.steps, strict=True) if each[1]]
         for start, compiling in [(-run.seconds_ahead, run.seconds_ahead), *pauses]:
-            panel.axvspan(start, start + compiling, color="#c1440e", alpha=0.35, linewidth=0)
+            panel.axvspan(start, start + compiling, color=_RED, alpha=0.35, linewidth=0)
         share = sum(compiling for _, compiling in pauses) / ends[-1]
         mean = sum(real for _, _, real in run.steps) / ends[-1]
         ahead = f"{run.seconds_ahead:.0f} s before step 0 and " if run.seconds_ahead >= 0.5 else ""

@@ -24,7 +24,7 @@ from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
 from shapebucket.measuring import measure
 from shapebucket.planner import plan_buckets
-from shapebucket.plots import Throughput, plot_lengths, plot_throughput
+from shapebucket.plots import Throughput, plot_plan, plot_throughput
 from shapebucket.tables import progress_bars, render
 
 _LABELS = {
@@ -56,7 +56,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     runs = _take_turns(config, plan, lengths)
     report = _report(config, plan, lengths, runs)
     (config.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot_lengths(lengths, plan).savefig(config.out / "lengths.png", dpi=150)
+    plot_plan(lengths, plan).savefig(config.out / "lengths.png", dpi=150)
     plot_throughput(
         {
             _LABELS[name]: Throughput(run.seconds_ahead, [(s.seconds, s.compile_seconds, s.real) for s in run.steps])
