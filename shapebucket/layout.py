@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.errors import LayoutError
+from shapebucket.sampling import some
 
 Scalar = bool | int | float
 Tree = Mapping[str, Any]
@@ -150,7 +150,7 @@ class Layout:
             LayoutError: for a sample that is not a dict of arrays, samples that differ in tree, rank or dtype, or when
                 nothing varies.
         """
-        seen = [(index, dict(_walk(sample))) for index, sample in _some(dataset, samples)]
+        seen = [(index, dict(_walk(sample))) for index, sample in some(dataset, samples) if sample is not None]
         if len(seen) < 2:
             raise LayoutError(f"cannot infer a layout from {len(seen)} samples: give at least 2, or write the layout")
         first_index, first = seen[0]
@@ -528,20 +528,6 @@ def _scalar_as_array(feature: Feature, leaf: Scalar) -> npt.NDArray[Any]:
     if not lossless:
         raise LayoutError(f"is the Python number {leaf!r}, which {dtype} cannot hold", path=feature.name)
     return array
-
-
-def _some(dataset: Any, samples: int) -> Iterator[tuple[int, Tree]]:
-    """Yields up to `samples` samples with their indices, spread evenly where the data set has random access."""
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        length = len(dataset)
-        length = samples if length >= sys.maxsize else length  # one without end
-        indices = (
-            np.unique(np.linspace(0, length - 1, min(samples, length)).astype(np.int64)).tolist() if length else []
-        )
-        pairs: Iterator[tuple[int, Any]] = ((index, dataset[index]) for index in indices)
-    else:
-        pairs = enumerate(itertools.islice(iter(dataset), samples))
-    return (pair for pair in pairs if pair[1] is not None)
 
 
 def _infer_features(

@@ -16,6 +16,7 @@ import numpy as np
 from shapebucket.errors import LayoutError, LengthsError
 from shapebucket.layout import Layout, Tree
 from shapebucket.lengths import ABSENT, LengthTable
+from shapebucket.sampling import has_random_access, some
 from shapebucket.tables import track
 
 _CHUNK = 1024
@@ -106,7 +107,7 @@ class _Keep:
         self._source = {
             "length": total,
             "dimensions": {feature.name: list(feature.dims) for feature in layout.features},
-            "content": _content(dataset, total),
+            "content": _content(dataset),
         }
 
     def load(self, path: Path) -> LengthTable | None:
@@ -134,16 +135,10 @@ class _Keep:
         table.save(path, source=self._source)
 
 
-def _content(dataset: Any, total: int | None) -> str:
+def _content(dataset: Any) -> str:
     """Returns a hash of a few samples: evenly spaced, or the first ones of an iterable."""
-    if total is None or not hasattr(dataset, "__getitem__"):
-        probes = list(itertools.islice(iter(dataset), _PROBES))
-    else:
-        probes = [
-            dataset[index] for index in np.unique(np.linspace(0, total - 1, min(_PROBES, total)).astype(int)).tolist()
-        ]
     digest = hashlib.sha256()
-    for sample in probes:
+    for _, sample in some(dataset, _PROBES):
         _update(digest, sample)
     return digest.hexdigest()[:16]
 
@@ -178,32 +173,22 @@ def _checked_length(dataset: Any, layout: Any) -> int | None:
 
 def _samples(dataset: Any, total: int | None, first: int) -> Iterator[Tree | None]:
     """Yields the elements from the first on in order, absent ones as None."""
-    if total is None or not hasattr(dataset, "__getitem__"):
-        iterator = iter(dataset)
-        for index in itertools.count():
-            try:
-                sample = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read sample {index}")
-                raise
-            if index >= first:
-                yield sample
-    elif hasattr(dataset, "__getitems__"):
-        for start in range(first, total, _CHUNK):
-            stop = min(start + _CHUNK, total)
-            try:
-                chunk = dataset.__getitems__(list(range(start, stop)))
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read the samples {start} to {stop - 1}")
-                raise
-            yield from chunk
-    else:
-        for index in range(first, total):
-            try:
-                sample = dataset[index]
-            except Exception as error:
-                error.add_note(f"shapebucket: while measure() read sample {index}")
-                raise
-            yield sample
+    at, count = first, 1  # what is being read
+    try:
+        if total is None or not has_random_access(dataset):
+            at = 0
+            for sample in dataset:
+                if at >= first:
+                    yield sample
+                at += 1  # noqa: SIM113 (the number of the one that fails, not of the last that came)
+        elif hasattr(dataset, "__getitems__"):
+            for at in range(first, total, _CHUNK):
+                count = min(_CHUNK, total - at)
+                yield from dataset.__getitems__(list(range(at, at + count)))
+        else:
+            for at in range(first, total):
+                yield dataset[at]
+    except Exception as error:
+        which = f"sample {at}" if count == 1 else f"the samples {at} to {at + count - 1}"
+        error.add_note(f"shapebucket: while measure() read {which}")
+        raise

@@ -15,6 +15,7 @@ from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
 from shapebucket.padding import Row, pad_rows
+from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
 
 _PROBES = 8
@@ -76,7 +77,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
     def _probe(self) -> None:
         """Reads a few samples of the second epoch, to warn of a data set whose order changes before an epoch is lost."""
         present = np.flatnonzero(self.schedule.lengths.present)
-        for index in present[np.linspace(0, len(present) - 1, min(_PROBES, len(present))).astype(int)].tolist():
+        for index in present[evenly(len(present), _PROBES)].tolist():
             try:
                 self._rows(np.array([index]), len(self._samples))
             except IndexError:
