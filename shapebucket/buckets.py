@@ -11,7 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -138,6 +138,14 @@ def _check_axes(bucket: Bucket, layout: Layout) -> None:
         raise PlanError(f"{bucket} has the axes {names}, but the layout has {layout.axes}, in this order")
 
 
+def first_that_holds(lengths: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Returns the position of the first of some sizes [K, A] that holds each of some lengths [N, A]; -1 where none does."""
+    found = np.full(len(lengths), -1, np.int32)
+    for index in reversed(range(len(sizes))):
+        found[(lengths <= sizes[index]).all(axis=1)] = index
+    return found
+
+
 def padding_fraction(real: int, padded: int) -> float:
     """Returns 1 − real / padded, or 0 where nothing is computed on."""
     return 1 - real / padded if padded else 0.0
@@ -221,6 +229,16 @@ class BucketPlan:
         return np.array([list(bucket.sizes.values()) for bucket in self.buckets], np.int64)
 
     @cached_property
+    def batch_sizes(self) -> npt.NDArray[np.int64]:
+        """The rows of a batch of each bucket, int64 [K]."""
+        return np.array([bucket.batch_size for bucket in self.buckets], np.int64)
+
+    @cached_property
+    def row_elements(self) -> npt.NDArray[np.int64]:
+        """The elements that a row of each bucket computes on, int64 [K]."""
+        return self.layout.elements(self.sizes)
+
+    @cached_property
     def _size_tuples(self) -> list[tuple[int, ...]]:
         return [tuple(sizes) for sizes in self.sizes.tolist()]
 
@@ -243,8 +261,7 @@ class BucketPlan:
             lengths = [lengths[axis] for axis in self.layout.axes]
         index = self.index(lengths)
         if index is None:
-            named = {axis: int(length) for axis, length in zip(self.layout.axes, lengths, strict=True)}
-            raise OverlongError(named, str(self.buckets[-1]))
+            raise OverlongError(self.layout.named(lengths), str(self.buckets[-1]))
         return self.buckets[index]
 
     def index(self, lengths: Sequence[int]) -> int | None:
@@ -274,14 +291,30 @@ class BucketPlan:
         table = np.asarray(lengths)
         if table.ndim != 2 or table.shape[1] != len(self.layout.axes):
             raise PlanError(f"lengths must be [N, {len(self.layout.axes)}], one column an axis; got {table.shape}")
-        found = np.full(len(table), -1, np.int32)
-        for index in reversed(range(len(self))):
-            found[(table <= self.sizes[index]).all(axis=1)] = index
+        found = first_that_holds(table, self.sizes)
         if truncate:
             overlong = np.flatnonzero(found < 0)
             kept = np.stack([self.layout.elements(np.minimum(table[overlong], sizes)) for sizes in self.sizes])
             found[overlong] = np.argmax(kept, axis=0)
         return found
+
+    def tally(self, lengths: npt.ArrayLike, assigned: npt.NDArray[np.integer[Any]]) -> tuple[list[int], list[int], int]:
+        """Counts samples that are in buckets.
+
+        Args:
+            lengths: integers [N, A].
+            assigned: the bucket of each, positions in `buckets`, integers [N].
+
+        Returns:
+            The samples of each bucket, their real elements after cutting to it, and how many samples are cut.
+        """
+        table, sizes = np.asarray(lengths), self.sizes[assigned]
+        real = self.layout.elements(np.minimum(table, sizes))
+        return (
+            np.bincount(assigned, minlength=len(self)).tolist(),
+            [int(real[assigned == k].sum()) for k in range(len(self))],
+            int((table > sizes).any(axis=1).sum()),
+        )
 
     def report(self, lengths: LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike]) -> PlanReport:
         """Reports what the plan does to given lengths: those that `plan_buckets` takes; overlong samples count as cut.
@@ -291,15 +324,12 @@ class BucketPlan:
         """
         given = LengthTable.of(lengths, self.layout.axes)
         table = given.values[given.present].astype(np.int64)
-        assigned = self.assign(table, truncate=True)
-        sizes = self.sizes[assigned]
-        real = self.layout.elements(np.minimum(table, sizes))
-        counts = np.bincount(assigned, minlength=len(self))
+        samples, real_elements, overlong = self.tally(table, self.assign(table, truncate=True))
         return PlanReport(
-            samples=tuple(counts.tolist()),
-            real_elements=tuple(int(real[assigned == k].sum()) for k in range(len(self))),
-            padded_elements=tuple((counts * self.layout.elements(self.sizes)).tolist()),
-            overlong=int((table > sizes).any(axis=1).sum()),
+            samples=tuple(samples),
+            real_elements=tuple(real_elements),
+            padded_elements=tuple((np.array(samples, np.int64) * self.row_elements).tolist()),
+            overlong=overlong,
             pad_to_max_elements=len(table) * int(self.layout.elements(self.sizes.max(axis=0))),
         )
 
@@ -348,7 +378,7 @@ class BucketPlan:
             for bucket in self.buckets
         ]
         planned = self.planned if layout.axis_sets == self.layout.axis_sets else None
-        return BucketPlan(layout, buckets, masks=self.masks, row_costs=self.row_costs, planned=planned)
+        return replace(self, layout=layout, buckets=buckets, planned=planned)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values; `from_json` takes them back."""
@@ -425,7 +455,6 @@ class BucketPlan:
 
     def __str__(self) -> str:
         report = self.planned
-        elements = self.layout.elements(self.sizes)
         header = [*self.layout.axes, "batch", "elements", "MB"] + (["share", "padding"] if report else [])
         rows = [
             [
@@ -434,7 +463,7 @@ class BucketPlan:
                 f"{bucket.batch_size * int(each):,}",
                 f"{self.batch_bytes(bucket) / 1e6:.3g}" if self.layout.has_dtypes else "?",
             ]
-            for bucket, each in zip(self.buckets, elements, strict=True)
+            for bucket, each in zip(self.buckets, self.row_elements, strict=True)
         ]
         if report is not None:
             for row, share, padding in zip(rows, report.shares, report.padding_fractions, strict=True):

@@ -290,6 +290,10 @@ class Layout:
         """
         return self.check(sample)[1]
 
+    def named(self, lengths: Iterable[Any]) -> dict[str, int]:
+        """Returns lengths in the order of `axes` by name, as messages show them."""
+        return {axis: int(length) for axis, length in zip(self.axes, lengths, strict=True)}
+
     def elements(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Counts the elements that a row of the given lengths computes on: the project's unit of work.
 
@@ -372,7 +376,7 @@ class Layout:
 
     def _wrong_size(self, feature: Feature, shape: tuple[int, ...], sizes: Sequence[int]) -> LayoutError:
         """Explains the first dimension that is not as the layout says, given the axes' sizes so far."""
-        known = dict(zip(self.axes, sizes, strict=True))
+        known = self.named(sizes)
         expected = feature.shape(known)
         position = next(i for i, (one, other) in enumerate(zip(shape, expected, strict=True)) if one != other)
         dim = feature.dims[position]

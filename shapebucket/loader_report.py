@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from shapebucket.buckets import BucketPlan, padding_fraction
 from shapebucket.errors import ScheduleError
 from shapebucket.tables import render
@@ -70,8 +72,7 @@ class LoaderReport:
     @property
     def padded_elements(self) -> tuple[int, ...]:
         """Elements computed on in each bucket, padding and padding rows included."""
-        rows = (count * bucket.batch_size for count, bucket in zip(self.batches, self.plan.buckets, strict=True))
-        return tuple(n * int(e) for n, e in zip(rows, self.plan.layout.elements(self.plan.sizes), strict=True))
+        return tuple((np.array(self.batches, np.int64) * self.plan.batch_sizes * self.plan.row_elements).tolist())
 
     @property
     def padding_fraction(self) -> float:

@@ -67,7 +67,7 @@ def pad_rows(rows: Sequence[Row], bucket: Bucket, plan: BucketPlan, *, truncate:
     if overlong.any():
         if not truncate:
             first = int(np.argmax(overlong))
-            named = dict(zip(layout.axes, rows[first].lengths, strict=True))
+            named = layout.named(rows[first].lengths)
             raise OverlongError(named, sample=first, bucket=str(bucket))
         lengths = np.minimum(lengths, limits)
     arrays = [

@@ -102,7 +102,7 @@ class Schedule:
         too_long = np.flatnonzero(present & (fits < 0))
         if overlong == "error" and len(too_long):
             first = int(too_long[0])
-            named = dict(zip(plan.layout.axes, self.lengths.values[first].tolist(), strict=True))
+            named = plan.layout.named(self.lengths.values[first])
             raise OverlongError(named, str(plan.buckets[-1]), sample=first, count=len(too_long))
         bucket_of = fits.astype(np.int16)
         if overlong == "truncate":
@@ -112,7 +112,7 @@ class Schedule:
         kept = np.flatnonzero(bucket_of >= 0)
         self._kept = kept.astype(np.int32 if len(bucket_of) < 2**31 else np.int64)
         self._overlong_dropped = len(too_long) if overlong == "drop" else 0
-        sizes = np.array([bucket.batch_size for bucket in plan.buckets], np.int64)
+        sizes = plan.batch_sizes
         self._samples = np.bincount(bucket_of[kept], minlength=len(plan))
         self._full = self._samples // sizes
         partial = promote((self._samples % sizes).tolist(), plan)
@@ -154,15 +154,13 @@ class Schedule:
         bucket_of_row = np.repeat(this.buckets, this.counts)
         within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)
         rows = this.rows[np.repeat(this.starts, this.counts) + within]
-        lengths, sizes = self.lengths.values[rows], self.plan.sizes[bucket_of_row]
-        real = self.plan.layout.elements(np.minimum(lengths, sizes))
-        count = len(self.plan)
+        samples, real_elements, truncated = self.plan.tally(self.lengths.values[rows], bucket_of_row)
         return LoaderReport(
             plan=self.plan,
-            batches=np.bincount(this.buckets, minlength=count).tolist(),
-            samples=np.bincount(bucket_of_row, minlength=count).tolist(),
-            real_elements=[int(real[bucket_of_row == k].sum()) for k in range(count)],
-            truncated=int((lengths > sizes).any(axis=1).sum()),
+            batches=np.bincount(this.buckets, minlength=len(self.plan)).tolist(),
+            samples=samples,
+            real_elements=real_elements,
+            truncated=truncated,
             overlong_dropped=self._overlong_dropped,
             remainder_dropped=len(self._kept) - len(rows),
             waiting=0,
@@ -193,7 +191,7 @@ class Schedule:
             filled.append(arrival[first + bucket.batch_size - 1])
         by_time = np.argsort(np.concatenate(filled), kind="stable")
         buckets = np.repeat(np.arange(len(self.plan), dtype=np.int64), self._full)[by_time]
-        sizes = np.array([bucket.batch_size for bucket in self.plan.buckets], np.int64)
+        sizes = self.plan.batch_sizes
         leftovers = [
             [rows[firsts[k] + self._full[k] * sizes[k] :][start:stop] for k, start, stop in each.parts]
             for each in self._partial

@@ -322,7 +322,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         index = self._plan.index(row.lengths)
         if index is None:
             if self._dataset.overlong == "error":
-                named = dict(zip(self._plan.layout.axes, row.lengths, strict=True))
+                named = self._plan.layout.named(row.lengths)
                 raise OverlongError(named, str(self._plan.buckets[-1]), sample=self._seen)
             if self._dataset.overlong == "drop":
                 self._counts.overlong_dropped += 1

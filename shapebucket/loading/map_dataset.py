@@ -151,10 +151,10 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
     def _changed(self, indices: npt.NDArray[Any], rows: list[Row], expected: npt.NDArray[np.int32]) -> ScheduleError:
         """Explains the first sample that has not the length it was measured with."""
         at = next(i for i, row in enumerate(rows) if list(row.lengths) != expected[i].tolist())
-        axes = self.plan.layout.axes
+        named = self.plan.layout.named
         return ScheduleError(
-            f"sample {indices[at]} has lengths {dict(zip(axes, rows[at].lengths, strict=True))}, but "
-            f"{dict(zip(axes, expected[at].tolist(), strict=True))} was measured: the lengths are of other data, or the data "
+            f"sample {indices[at]} has lengths {named(rows[at].lengths)}, but "
+            f"{named(expected[at])} was measured: the lengths are of other data, or the data "
             "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; freeze a mix with "
             ".repeat(1, reseed_each_epoch=False); for random lengths use BucketedIterDataset"
         )

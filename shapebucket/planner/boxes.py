@@ -9,20 +9,18 @@ Letters in shapes: `I` groups of samples of one shape, `J` candidate boxes, `K` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from shapebucket.buckets import first_that_holds
+from shapebucket.planner.costs import Elements, Floats, Ints
 from shapebucket.planner.exact import optimal_boundaries
 from shapebucket.planner.merge import merge_boxes
 
 _CELLS = 4_000_000  # of the cost matrix, 32 MB
 _RESTARTS = 16
-Elements = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,9 @@ def _grid_size(shapes: Ints) -> int:
 
 def _cheapest(boxes: Ints, shapes: Ints, elements: Elements) -> tuple[Ints, Ints]:
     """Returns the cheapest box that holds each shape, and its price, both int64 [I]."""
-    order = np.argsort(elements(boxes), kind="stable")
     prices = elements(boxes)
-    found = np.full(len(shapes), -1, np.int64)
-    for index in order[::-1]:
-        found[(shapes <= boxes[index]).all(axis=1)] = index
+    order = np.argsort(prices, kind="stable")
+    found = order[first_that_holds(shapes, boxes[order])]
     return found, prices[found]
 
 

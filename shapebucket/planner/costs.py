@@ -17,6 +17,7 @@ from shapebucket.errors import PlanError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Elements = Callable[[Ints], Ints]
 BatchCost = Callable[[Ints, Ints], Floats]
 
 

@@ -45,7 +45,7 @@ def optimal_boundaries(
     records = price == lowest
     must = sorted({int(position) for position in forced})
     if not records[must].all():
-        return _with_dear_forced(weight, price, max_buckets, must)
+        return _with_dear_forced(weight, price, max_buckets, must, records)
     first_record = np.minimum.accumulate(np.where(records, np.arange(len(price)), len(price))[::-1])[::-1]
     ends = must if must and must[-1] == len(price) - 1 else [*must, len(price) - 1]
     starts = [0, *(end + 1 for end in ends[:-1])]
@@ -113,15 +113,19 @@ class _Partition:
 
 
 def _with_dear_forced(
-    counts: npt.NDArray[np.int64], costs: npt.NDArray[Any], max_buckets: int, forced: list[int]
+    counts: npt.NDArray[np.int64],
+    costs: npt.NDArray[Any],
+    max_buckets: int,
+    forced: list[int],
+    records: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
     """Solves the case that a forced candidate is dearer than a larger one: O(K·n²), over the candidates worth having.
 
     A chosen candidate is active if no larger chosen one is as cheap; samples go to the next active one. From active i to the
-    next active j there is no forced candidate between that is cheaper than j. Forced candidates take no choice.
+    next active j there is no forced candidate between that is cheaper than j. Forced candidates take no choice. Records are the
+    candidates than which no larger one is cheaper.
     """
-    lowest = np.minimum.accumulate(costs[::-1])[::-1]
-    worth = np.flatnonzero((costs == lowest) | np.isin(np.arange(len(costs)), forced))
+    worth = np.flatnonzero(records | np.isin(np.arange(len(costs)), forced))
     group = np.searchsorted(worth, np.arange(len(costs)))
     weight = np.concatenate([[0], np.cumsum(np.bincount(group, weights=counts, minlength=len(worth)))])
     price = costs[worth].astype(np.float64)

@@ -5,15 +5,13 @@ Letters in shapes: `G` groups of samples of one shape, `A` axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
+from shapebucket.planner.costs import Elements
 from shapebucket.planner.exact import optimal_boundaries
 
 _GROUPS = 600
-Elements = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 def merge_boxes(

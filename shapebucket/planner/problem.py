@@ -95,7 +95,7 @@ class Problem:
         batch_sizes = self.rows(elements)
         if not batch_sizes.all():
             worst = int(np.argmax(elements))
-            named = dict(zip(self.layout.axes, sizes[worst].tolist(), strict=True))
+            named = self.layout.named(sizes[worst])
             raise PlanError(
                 f"a token_budget of {self.token_budget:,} elements cannot hold {self.batch_multiple_of} rows of {named} "
                 f"({int(elements[worst]):,} elements each): raise it to {int(elements[worst]) * self.batch_multiple_of:,}, or "
@@ -106,8 +106,7 @@ class Problem:
             for each, rows in zip(sizes.tolist(), batch_sizes.tolist(), strict=True)
         ]
         plan = BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs)
-        planned = replace(plan.report(self.table), **facts)
-        return BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs, planned=planned)
+        return replace(plan, planned=replace(plan.report(self.table), **facts))
 
 
 def check_positive(name: str, number: int) -> None:

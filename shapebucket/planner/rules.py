@@ -6,7 +6,6 @@ buckets; it returns inclusive boundaries, ascending, not yet aligned. Several ig
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -32,12 +31,6 @@ Rule = Literal[
     "nemo_2d",
 ]
 _ALPHAFOLD3 = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 4608, 5120)
-
-
-def pad_to_max(lengths: Ints, max_buckets: int) -> Ints:
-    """Makes one bucket of the longest."""
-    del max_buckets
-    return lengths.max(keepdims=True)
 
 
 def equal_count(lengths: Ints, max_buckets: int) -> Ints:
@@ -95,9 +88,8 @@ def alphafold3(lengths: Ints, max_buckets: int) -> Ints:
     """Takes AlphaFold 3's fixed list of 128 to 5,120, as far as it is needed, and the longest sample where it is beyond."""
     del max_buckets
     longest = int(lengths.max())
-    return np.array(
-        [*itertools.takewhile(lambda size: size < longest, _ALPHAFOLD3), _next(_ALPHAFOLD3, longest)], np.int64
-    )
+    last = next((size for size in _ALPHAFOLD3 if size >= longest), longest)
+    return np.array([*(size for size in _ALPHAFOLD3 if size < longest), last], np.int64)
 
 
 def nemo_2d(lengths: Ints, max_buckets: int) -> Ints:
@@ -123,7 +115,6 @@ def nemo_2d(lengths: Ints, max_buckets: int) -> Ints:
 _ONE_AXIS: dict[str, Callable[[Ints, int], Ints]] = {
     function.__name__: function
     for function in (
-        pad_to_max,
         equal_count,
         equal_mass,
         percentile,
@@ -237,8 +228,3 @@ def _by_widths(lengths: Ints, widths: np.ndarray) -> Ints:
     """Cuts the range from the shortest to the longest in proportion to widths."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     return np.ceil(shortest + (longest - shortest) * np.cumsum(widths) / widths.sum() - 1e-9).astype(np.int64)
-
-
-def _next(sizes: Sequence[int], longest: int) -> int:
-    """Returns the first size that holds the longest sample, or its length where none does."""
-    return next((size for size in sizes if size >= longest), longest)

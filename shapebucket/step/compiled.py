@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import numpy as np
 
 from shapebucket.buckets import ArraySpec, Bucket, BucketPlan
 from shapebucket.errors import SignatureError, StepError
 from shapebucket.padding import pad
-from shapebucket.step.signature import Signature, argument_differences, difference, signature_of, spec_of
+from shapebucket.step.signature import Signature, argument_differences, as_jit_reads, difference, signature_of, spec_of
 from shapebucket.tables import progress_bars, render
 
 
@@ -257,17 +256,11 @@ def _replaced(
 
 def _refuse_64_bits(batch: Any) -> None:
     """Raises StepError for numpy arrays that JAX would silently cut to 32 bits."""
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return
     for path, spec in _specs(batch).items():
-        if (
-            isinstance(spec.dtype, np.dtype)
-            and spec.dtype.kind in "iufc"
-            and jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype
-        ):
+        if (read := as_jit_reads(spec)) != spec:
             raise StepError(
-                f"{path!r} of the batch is {spec.dtype}, which JAX silently cuts to "
-                f"{jax.dtypes.canonicalize_dtype(spec.dtype)}: cast it with .map() or prepare=, or enable jax_enable_x64"
+                f"{path!r} of the batch is {spec.dtype}, which JAX silently cuts to {read.dtype}: cast it with .map() or "
+                "prepare=, or enable jax_enable_x64"
             )
 
 

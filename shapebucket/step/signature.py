@@ -76,7 +76,7 @@ def argument_differences(
 def _tree_differences(label: str, found: Any, expected: Any, shardings: Any) -> list[str]:
     """Returns a line for each leaf of one argument that differs."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(found)
-    specs = {label + jax.tree_util.keystr(path): _as_jit_reads(spec_of(leaf)) for path, leaf in leaves}
+    specs = {label + jax.tree_util.keystr(path): as_jit_reads(spec_of(leaf)) for path, leaf in leaves}
     wanted, wanted_tree = jax.tree_util.tree_flatten_with_path(expected)
     wanted_specs = {label + jax.tree_util.keystr(path): spec_of(leaf) for path, leaf in wanted}
     _, lines = difference(specs, wanted_specs)
@@ -102,7 +102,7 @@ def _array_problem(leaf: Any, sharding: Any) -> str | None:
     return None
 
 
-def _as_jit_reads(spec: ArraySpec) -> ArraySpec:
+def as_jit_reads(spec: ArraySpec) -> ArraySpec:
     """Returns the spec with the dtype that JAX gives it: 32 bits for 64, without `jax_enable_x64`."""
     if isinstance(spec.dtype, np.dtype):
         return ArraySpec(spec.shape, np.dtype(jax.dtypes.canonicalize_dtype(spec.dtype)))
