@@ -1,4 +1,7 @@
-"""The one-axis planner: time against the plain quadratic dynamic programme, and padding against common rules."""
+"""The planner: time against the plain quadratic dynamic programme, a histogram against NumPy's, and very many shapes.
+
+How much its plans pad is in `padding.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,6 @@ def quadratic(counts: np.ndarray, costs: np.ndarray, max_buckets: int) -> float:
     for _ in range(1, max_buckets):
         best = np.concatenate([[0], (best[None, :] + table).min(axis=1)])
     return float(best[-1])
-
-
-def padding(lengths: np.ndarray, bounds: np.ndarray) -> float:
-    """The padding fraction of inclusive boundaries."""
-    held = bounds[np.searchsorted(bounds, lengths)]
-    return float(1 - lengths.sum() / held.sum())
 
 
 def measure(quick: bool) -> list[Result]:
@@ -54,14 +51,51 @@ def measure(quick: bool) -> list[Result]:
         optimal_boundaries(counts, costs, 64)
         times.append(time.perf_counter() - started)
     results.append(result(f"ours seconds, n={large}, K=64", times, target=2.0, better="lower"))
-    lengths = np.minimum(rng.lognormal(4, 1, 100_000).astype(int) + 1, 2048)
-    plan = sb.plan_buckets(lengths, max_buckets=8, batch_size=1)
-    quantiles = np.unique(np.quantile(lengths, np.arange(1, 9) / 8, method="inverted_cdf"))
-    powers = 2 ** np.arange(4, 12)
-    for name, bounds in (("exact", plan.sizes[:, 0]), ("equal count", quantiles), ("powers of two", powers)):
-        results.append(
-            result(f"padding fraction of 8 buckets, {name}, lognormal", [padding(lengths, bounds)], better="lower")
-        )
+    return [*results, *histogram(rng, quick), *many_shapes(rng, quick)]
+
+
+def histogram(rng: np.random.Generator, quick: bool) -> list[Result]:
+    """Counting lengths, of one axis and of two, against `np.bincount` of as many numbers."""
+    count = 2_000_000 if quick else 100_000_000
+    lengths = rng.integers(1, 2049, (count, 1), np.int32)
+    pairs = lengths.reshape(-1, 2)
+    seconds = interleave(
+        {
+            "ours": lambda: sb.LengthHistogram.of(lengths, ("s",)),
+            "two axes": lambda: sb.LengthHistogram.of(pairs, ("s", "t")),
+            "bincount": lambda: np.bincount(lengths[:, 0]),
+            "sum": lambda: lengths.sum(),
+        },
+        3,
+    )
+    return [
+        result(
+            f"histogram of {count:,} lengths: bincount/ours seconds", seconds["bincount"] / seconds["ours"], target=1.0
+        ),
+        result(f"histogram of {count // 2:,} pairs: bincount/ours seconds", seconds["bincount"] / seconds["two axes"]),
+        result(
+            f"histogram of {count:,} lengths: ours/sum of them, seconds",
+            seconds["ours"] / seconds["sum"],
+            better="lower",
+        ),
+        result(f"histogram of {count:,} lengths: seconds", seconds["ours"], better="lower"),
+    ]
+
+
+def many_shapes(rng: np.random.Generator, quick: bool) -> list[Result]:
+    """Two axes with so many distinct shapes that they are coarsened."""
+    count = 12_000 if quick else 115_000
+    lengths = {"s": rng.integers(1, 1001, count), "t": rng.integers(1, 1001, count)}
+    layout = sb.Layout({"x": "s", "y": "t"})
+    distinct = len(sb.LengthTable.of(lengths, layout.axes).histogram.counts)
+    results = []
+    for buckets in (8, 16):
+        started = time.perf_counter()
+        plan = sb.plan_buckets(lengths, layout, max_buckets=buckets, batch_size=1)
+        seconds = time.perf_counter() - started
+        title = f"two axes, {distinct:,} distinct shapes, K={buckets}"
+        results.append(result(f"{title}: seconds", [seconds], target=60.0, better="lower"))
+        results.append(result(f"{title}: cost/bound − 1", [plan.planned.excess], better="lower"))
     return results
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         StateError,
         StepError,
     )
+    from shapebucket.histogram import LengthHistogram
     from shapebucket.layout import Feature, Layout
-    from shapebucket.lengths import LengthTable
+    from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
     from shapebucket.measuring import measure
@@ -56,7 +57,8 @@ _MODULES = {
         "StepError",
     ),
     "layout": ("Feature", "Layout"),
-    "lengths": ("LengthTable",),
+    "histogram": ("LengthHistogram",),
+    "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset"),
     "measuring": ("measure",),
@@ -89,6 +91,7 @@ __all__ = [
     "Feature",
     "Layout",
     "LayoutError",
+    "LengthHistogram",
     "LengthTable",
     "LengthsError",
     "LoaderReport",
@@ -108,6 +111,7 @@ __all__ = [
     "count_steps",
     "from_tf_boundaries",
     "length_mask",
+    "load_lengths",
     "measure",
     "pad",
     "plan_buckets",

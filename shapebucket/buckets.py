@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, OverlongError, PlanError
 from shapebucket.files import replacing
+from shapebucket.histogram import LengthHistogram
 from shapebucket.layout import Layout
-from shapebucket.lengths import LengthTable
+from shapebucket.lengths import LengthTable, check_axes
 from shapebucket.tables import render
 
 Masks = Literal["mask", "length"]
+Lengths = LengthTable | LengthHistogram | npt.ArrayLike | Mapping[str, npt.ArrayLike]
 EXAMPLE_MASK = "example_mask"
 _VERSION = 1
 
@@ -76,12 +78,15 @@ def _whole(name: str, size: Any) -> int:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan does to given lengths, before any remainder batch is formed.
+    """What a plan does to given lengths, before any remainder batch is formed; print it.
 
     All counts are exact integers; elements are those of `Layout.elements`.
 
     Attributes:
+        buckets: the buckets, as text.
         samples: samples in each bucket.
+        batches: batches an epoch of each bucket, the last partial one included (the loaders need a few less, since they
+            promote what is left over).
         real_elements: their real elements, after cutting to the bucket where a sample is overlong.
         padded_elements: the elements computed on, padding included.
         overlong: samples longer than every bucket; they are counted in the bucket they would be cut to.
@@ -91,7 +96,9 @@ class PlanReport:
         curve: the least cost with at most 1, 2, … buckets, in the planner's cost; empty where it did not look.
     """
 
+    buckets: tuple[str, ...]
     samples: tuple[int, ...]
+    batches: tuple[int, ...]
     real_elements: tuple[int, ...]
     padded_elements: tuple[int, ...]
     overlong: int
@@ -130,6 +137,34 @@ class PlanReport:
         """The padding fraction that no plan of as many buckets can go below, where known."""
         return None if self.least_elements is None else padding_fraction(sum(self.real_elements), self.least_elements)
 
+    @property
+    def excess(self) -> float | None:
+        """Elements computed on beyond the lower bound, as a share of it, where known: 0 for an optimal plan."""
+        least = self.least_elements
+        return None if not least else sum(self.padded_elements) / least - 1
+
+    @property
+    def verdict(self) -> str:
+        """The padding over all buckets beside its limits, in a line."""
+        limits = [f"{self.pad_to_max:.1%} in one shape"]
+        if self.excess is not None:
+            above = f"at most {self.excess:.2%} above " if self.excess else ""
+            limits.insert(0, f"computing {above}the least possible with as many buckets")
+        overlong = f"; {self.overlong:,} samples are cut to fit" if self.overlong else ""
+        return (
+            f"padding {self.padding_fraction:.1%} ({'; '.join(limits)}) over {sum(self.samples):,} samples in "
+            f"{sum(self.batches):,} batches{overlong}"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            [bucket, f"{share:.1%}", f"{1 - padding:.1%}", f"{padding:.1%}", f"{batches:,}"]
+            for bucket, share, padding, batches in zip(
+                self.buckets, self.shares, self.padding_fractions, self.batches, strict=True
+            )
+        ]
+        return render(self.verdict, ["bucket", "share", "fill", "padding", "batches"], rows, text=1)
+
 
 def _check_axes(bucket: Bucket, layout: Layout) -> None:
     """Raises PlanError for a bucket whose axes are not the layout's, in its order."""
@@ -146,7 +181,19 @@ def first_that_holds(lengths: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) ->
     return found
 
 
-def padding_fraction(real: int, padded: int) -> float:
+def histogram_of(lengths: Lengths, axes: Sequence[str]) -> LengthHistogram:
+    """Returns the histogram of lengths in any form, with its axes in the given order.
+
+    Raises:
+        LengthsError: for lengths that are none, or of other axes.
+    """
+    if isinstance(lengths, LengthHistogram):
+        check_axes(lengths.axes, axes)
+        return lengths.on(axes)
+    return LengthTable.of(lengths, axes).histogram
+
+
+def padding_fraction(real: int, padded: float) -> float:
     """Returns 1 − real / padded, or 0 where nothing is computed on."""
     return 1 - real / padded if padded else 0.0
 
@@ -298,40 +345,59 @@ class BucketPlan:
             found[overlong] = np.argmax(kept, axis=0)
         return found
 
-    def tally(self, lengths: npt.ArrayLike, assigned: npt.NDArray[np.integer[Any]]) -> tuple[list[int], list[int], int]:
+    def tally(
+        self,
+        lengths: npt.ArrayLike,
+        assigned: npt.NDArray[np.integer[Any]],
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> tuple[list[int], list[int], int]:
         """Counts samples that are in buckets.
 
         Args:
             lengths: integers [N, A].
             assigned: the bucket of each, positions in `buckets`, integers [N].
+            counts: how many samples have these lengths, integers [N]; one each if not given.
 
         Returns:
             The samples of each bucket, their real elements after cutting to it, and how many samples are cut.
         """
         table, sizes = np.asarray(lengths), self.sizes[assigned]
-        real = self.layout.elements(np.minimum(table, sizes))
+        weight = np.ones(len(table), np.int64) if counts is None else counts
+        real = self.layout.elements(np.minimum(table, sizes)) * weight
+        inside = [assigned == k for k in range(len(self))]
         return (
-            np.bincount(assigned, minlength=len(self)).tolist(),
-            [int(real[assigned == k].sum()) for k in range(len(self))],
-            int((table > sizes).any(axis=1).sum()),
+            [int(weight[here].sum()) for here in inside],
+            [int(real[here].sum()) for here in inside],
+            int(weight[(table > sizes).any(axis=1)].sum()),
         )
 
-    def report(self, lengths: LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike]) -> PlanReport:
+    def report(self, lengths: Lengths) -> PlanReport:
         """Reports what the plan does to given lengths: those that `plan_buckets` takes; overlong samples count as cut.
 
         Raises:
             LengthsError: for lengths that are none, or of other axes.
         """
-        given = LengthTable.of(lengths, self.layout.axes)
-        table = given.values[given.present].astype(np.int64)
-        samples, real_elements, overlong = self.tally(table, self.assign(table, truncate=True))
+        given = histogram_of(lengths, self.layout.axes)
+        shapes = given.shapes.astype(np.int64)
+        samples, real_elements, overlong = self.tally(shapes, self.assign(shapes, truncate=True), given.counts)
         return PlanReport(
+            buckets=tuple(map(str, self.buckets)),
             samples=tuple(samples),
+            batches=tuple((-(-np.array(samples, np.int64) // self.batch_sizes)).tolist()),
             real_elements=tuple(real_elements),
             padded_elements=tuple((np.array(samples, np.int64) * self.row_elements).tolist()),
             overlong=overlong,
-            pad_to_max_elements=len(table) * int(self.layout.elements(self.sizes.max(axis=0))),
+            pad_to_max_elements=len(given) * int(self.layout.elements(self.sizes.max(axis=0))),
         )
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """The padding fraction of the best plan found with at most 1, 2, … buckets; empty for a cost beside elements."""
+        planned = self.planned
+        if planned is None or planned.least_elements is None:
+            return ()
+        real = sum(planned.real_elements)
+        return tuple(padding_fraction(real, elements) for elements in planned.curve)
 
     def check(self, bucket: Bucket) -> None:
         """Raises PlanError for a bucket whose axes are not the plan's, in its order."""
@@ -455,7 +521,7 @@ class BucketPlan:
 
     def __str__(self) -> str:
         report = self.planned
-        header = [*self.layout.axes, "batch", "elements", "MB"] + (["share", "padding"] if report else [])
+        header = [*self.layout.axes, "batch", "elements", "MB"] + (["share", "padding", "batches"] if report else [])
         rows = [
             [
                 *map(str, bucket.sizes.values()),
@@ -466,17 +532,8 @@ class BucketPlan:
             for bucket, each in zip(self.buckets, self.row_elements, strict=True)
         ]
         if report is not None:
-            for row, share, padding in zip(rows, report.shares, report.padding_fractions, strict=True):
-                row += [f"{share:.1%}", f"{padding:.1%}"]
+            facts = zip(report.shares, report.padding_fractions, report.batches, strict=True)
+            for row, (share, padding, batches) in zip(rows, facts, strict=True):
+                row += [f"{share:.1%}", f"{padding:.1%}", f"{batches:,}"]
         title = f"{len(self)} buckets for {self.layout}"
-        if report is None:
-            return render(title, header, rows)
-        overlong = f"; {report.overlong:,} samples are cut to fit" if report.overlong else ""
-        bound = "" if report.lower_bound is None else f"at best {report.lower_bound:.1%}, "
-        return render(
-            title,
-            header,
-            rows,
-            caption=f"padding {report.padding_fraction:.1%} ({bound}{report.pad_to_max:.1%} in one shape) over "
-            f"{sum(report.samples):,} samples{overlong}",
-        )
+        return render(title, header, rows, caption=None if report is None else report.verdict)

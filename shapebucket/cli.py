@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, PlanError, ShapebucketError
+from shapebucket.histogram import LengthHistogram
 from shapebucket.layout import Layout
-from shapebucket.lengths import LengthTable
+from shapebucket.lengths import LengthTable, load_lengths
+from shapebucket.measuring import measure
 from shapebucket.planner import Rule, plan_buckets, plan_by_rule
+from shapebucket.sources import names_samples, open_samples
 from shapebucket.tables import render
+
+_SOURCES = """\
+SOURCE is one of
+  FILE.npy, .npz          an array of lengths; or one array for each axis
+  FILE.csv, .parquet      a column for each axis; a .csv names them in its first line
+  FILE.npz                what `shapebucket measure --out` wrote
+  tfds:NAME/SPLIT         a TFDS data set prepared as array_record (--data-dir says where)
+  FILE.array_record       ArrayRecord files ('*.array_record' for several), with --lengths
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (ShapebucketError, OSError) as error:
-        print(f"shapebucket: {error}", file=sys.stderr)
+        print("\n".join([f"shapebucket: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("shapebucket: interrupted", file=sys.stderr)
+        return 130
     return 0
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults that say something, and keeps the lines of what follows the options."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,29 +59,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("shapebucket"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser(
-        "plan",
-        help="choose bucket shapes from a file of lengths",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    measuring = _command(commands, "measure", "take the lengths of every sample of a data set", _measure, _SOURCES)
+    _add_source(measuring)
+    measuring.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="keep the lengths there, for plan; an interrupted run goes on",
     )
+
+    plan = _command(commands, "plan", "choose bucket shapes for a data set or a file of lengths", _plan, _SOURCES)
+    _add_source(plan)
     _add_planning(plan)
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for BucketPlan.load")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw lengths and buckets, for one or two axes")
-    plan.set_defaults(run=_plan)
 
-    compare = commands.add_parser(
-        "compare",
-        help="put the plan beside those of other projects' rules",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    compare = _command(commands, "compare", "put the plan beside those of other projects' rules", _compare, _SOURCES)
+    _add_source(compare)
     _add_planning(compare)
-    compare.set_defaults(run=_compare)
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw padding against the number of buckets")
 
-    demo = commands.add_parser(
-        "demo",
-        help="train a small model on bucketed text, and measure what it gains",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    demo = _command(commands, "demo", "train a small model on bucketed text, and measure what it gains", _demo)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "shapebucket"
     demo.add_argument(
         "--out", type=Path, default=Path("shapebucket-demo"), metavar="DIR", help="for report and pictures"
@@ -68,19 +89,50 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, metavar="N", help="steps of the bucketed run (120; 24 with --quick)")
     demo.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="buckets of the plan")
     demo.add_argument("--token-budget", type=_positive, default=4096, metavar="N", help="padded tokens of a batch")
-    demo.set_defaults(run=_demo)
     return parser
 
 
-def _add_planning(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of everything that plans."""
-    parser.add_argument("file", type=Path, help=".npy with one array of lengths, or .npz with one for each axis")
+def _command(
+    commands: Any, name: str, does: str, run: Callable[[argparse.Namespace], None], epilog: str | None = None
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=epilog, formatter_class=_Help
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say where lengths come from."""
+    parser.add_argument("source", metavar="SOURCE", help="see below")
     parser.add_argument(
         "--layout",
         type=_layout,
         metavar="JSON",
-        help='which axes vary, with dtypes if a loader is to take the plan: \'{"tokens": "int32[s]"}\'',
+        help='which axes vary: \'{"tokens": "int32[s]"}\'; inferred from samples if not given; a plan from a file of lengths '
+        "needs it, with dtypes, if a loader is to take the plan",
     )
+    parser.add_argument(
+        "--columns",
+        type=_names,
+        metavar="A,B",
+        help="the columns of an .npz, .csv or .parquet that are axes; all if not given",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_function,
+        metavar="MODULE:FUNCTION",
+        help="gives the lengths of a sample: a number, or a dict by axis; found from the current directory too",
+    )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where TFDS data sets are (TFDS' own default)")
+    parser.add_argument(
+        "--workers", type=_number, default=0, metavar="N", help="processes to read samples with; 0: this one"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of everything that plans."""
     parser.add_argument("--max-buckets", type=_positive, default=8, metavar="K", help="the most buckets")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -91,7 +143,6 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-size", type=_positive, metavar="L", help="no bucket is larger; longer samples count as cut"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _planning(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,47 +166,96 @@ def _layout(text: str) -> Layout:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _positive(text: str) -> int:
-    """Reads a whole number of at least 1."""
+def _names(text: str) -> list[str]:
+    """Reads names with commas between."""
+    return [name.strip() for name in text.split(",")]
+
+
+def _function(text: str) -> Callable[[Any], Any]:
+    """Imports a function that is given as `module:function`."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION, but got {text!r}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # an installed command has its own folder there
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot import {text!r}: {error}") from error
+    if not callable(function):
+        raise argparse.ArgumentTypeError(f"{text!r} is {type(function).__name__}, no function")
+    return function
+
+
+def _number(text: str, least: int = 0) -> int:
+    """Reads a whole number."""
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text!r}")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, but got {text!r}")
     return number
 
 
+def _positive(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    return _number(text, 1)
+
+
+def _lengths(options: argparse.Namespace, *, out: Path | None = None) -> LengthTable | LengthHistogram:
+    """Reads or measures the lengths of the source; measured ones are kept in a file, if one is given."""
+    if not names_samples(options.source):
+        return load_lengths(options.source, columns=options.columns)
+    samples = open_samples(options.source, data_dir=options.data_dir)
+    return measure(samples, options.layout, length_fn=options.lengths, workers=options.workers, path=out)
+
+
+def _measure(options: argparse.Namespace) -> None:
+    lengths = _lengths(options, out=options.out)
+    if options.out and not names_samples(options.source):
+        lengths.save(options.out)
+    histogram = lengths if isinstance(lengths, LengthHistogram) else lengths.histogram
+    summary = histogram.summary()
+    if options.json:
+        print(json.dumps({"samples": len(histogram), "absent": histogram.absent, "axes": summary}))
+        return
+    names = ["min", "median", "p95", "p99", "max", "mean"]
+    rows = [[axis, *(f"{round(facts[name], 1):,}" for name in names)] for axis, facts in summary.items()]
+    title = f"{len(histogram):,} samples, {len(histogram.counts):,} distinct shapes"
+    if histogram.absent:
+        title += f"; {histogram.absent:,} elements are absent"
+    print(render(title, ["axis", *names], rows, text=1, caption=f"kept in {options.out}" if options.out else None))
+
+
 def _plan(options: argparse.Namespace) -> None:
-    lengths = LengthTable.load(options.file)
+    lengths = _lengths(options)
     plan = plan_buckets(lengths, **_planning(options))
     if options.out:
         plan.save(options.out)
     if options.plot:
         from shapebucket.plots import plot_plan
 
-        plot_plan(LengthTable.of(lengths, plan.layout.axes), plan).savefig(options.plot, dpi=150)
+        plot_plan(lengths, plan).savefig(options.plot, dpi=150)
     print(json.dumps(plan.summary()) if options.json else plan)
 
 
 def _compare(options: argparse.Namespace) -> None:
-    lengths, arguments = LengthTable.load(options.file), _planning(options)
-    plans: dict[str, BucketPlan] = {"shapebucket": plan_buckets(lengths, **arguments)}
+    lengths, arguments = _lengths(options), _planning(options)
+    ours = plan_buckets(lengths, **arguments)
+    rules: dict[str, BucketPlan] = {}
     left_out: dict[str, str] = {}
     for rule in get_args(Rule):
         try:
-            plans[rule] = plan_by_rule(rule, lengths, **arguments)
+            rules[rule] = plan_by_rule(rule, lengths, **arguments)
         except PlanError as error:
             left_out[rule] = str(error)
-    best = plans["shapebucket"].summary()["padding_fraction"]
-    facts = {
-        rule: {
-            "buckets": len(plan),
-            "padding_fraction": (padding := plan.summary()["padding_fraction"]),
-            "computed": (1 - best) / (1 - padding),
-        }
-        for rule, plan in plans.items()
-    }
+    if options.plot:
+        from shapebucket.plots import plot_curve
+
+        most = max(map(len, [ours, *rules.values()]))
+        plot_curve(plan_buckets(lengths, **{**arguments, "max_buckets": most}), rules).savefig(options.plot, dpi=150)
+    facts = _side_by_side({"shapebucket": ours, **rules})
     if options.json:
         print(json.dumps({"rules": facts, "left_out": left_out}))
         return
@@ -167,6 +267,20 @@ def _compare(options: argparse.Namespace) -> None:
     print(render(title, ["rule", "buckets", "padding", "computed"], rows, text=1))
     for rule, why in left_out.items():
         print(f"left out: {rule}: {why}")
+
+
+def _side_by_side(plans: Mapping[str, BucketPlan]) -> dict[str, dict[str, Any]]:
+    """Returns what each plan does, and the elements it computes on over those of the first."""
+    summaries = {name: plan.summary() for name, plan in plans.items()}
+    best = next(iter(summaries.values()))["padding_fraction"]
+    return {
+        name: {
+            "buckets": len(plans[name]),
+            "padding_fraction": summary["padding_fraction"],
+            "computed": (1 - best) / (1 - summary["padding_fraction"]),
+        }
+        for name, summary in summaries.items()
+    }
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -5,24 +5,26 @@ Letters in shapes: `N` samples, `A` axes of the layout.
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.errors import LengthsError
-from shapebucket.files import replacing
+from shapebucket.columns import read_columns
+from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.files import read_archive, write_archive
+from shapebucket.histogram import ABSENT, LengthHistogram
 from shapebucket.layout import Layout
 
-ABSENT = -1
-_FACTS_KEY = "__facts__"
+_NPY, _PARQUET = b"\x93NUMPY", b"PAR1"  # what such files begin with, whatever they are called
+_LONGEST = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +34,7 @@ class LengthTable:
     Attributes:
         axes: the names of the columns.
         values: int32 [N, A], in elements; a row of -1 stands for an element that the data set does not have (`None`, as
-            `grain.MapDataset.filter` leaves it).
+            `grain.MapDataset.filter` leaves it). Mapped from its file, read only, where it is large.
         layout: the layout they were measured with, dtypes included, if they were measured.
     """
 
@@ -47,9 +49,9 @@ class LengthTable:
                 f"a table of the axes {self.axes} must be int32 [N, {len(self.axes)}], but got {values.dtype} "
                 f"{list(values.shape)}; LengthTable.of makes one from arrays"
             )
-        if values.size and (
-            values.min() < ABSENT or ((values == ABSENT).any(axis=1) != (values == ABSENT).all(axis=1)).any()
-        ):
+        lowest = values.min(initial=0)
+        gone = [values[:, axis] == ABSENT for axis in range(len(self.axes))] if lowest == ABSENT else []
+        if lowest < ABSENT or any((each != gone[0]).any() for each in gone[1:]):
             raise LengthsError("a table holds lengths of 0 or more, or a whole row of -1 for an absent element")
 
     def __len__(self) -> int:
@@ -59,6 +61,11 @@ class LengthTable:
     def present(self) -> npt.NDArray[np.bool_]:
         """Which elements the data set has, bool [N]."""
         return self.values[:, 0] != ABSENT
+
+    @cached_property
+    def histogram(self) -> LengthHistogram:
+        """How many samples have which lengths."""
+        return LengthHistogram.of(self.values, self.axes, self.layout)
 
     @classmethod
     def of(cls, lengths: LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike], axes: Sequence[str]) -> LengthTable:
@@ -81,8 +88,7 @@ class LengthTable:
             columns = {axes[0]: lengths}
         else:
             raise LengthsError(f"the layout has the axes {tuple(axes)}: give a dict with one array of lengths for each")
-        if set(columns) != set(axes):
-            raise LengthsError(f"the lengths have the axes {tuple(columns)}, but the layout has {tuple(axes)}")
+        check_axes(columns, axes)
         if isinstance(lengths, LengthTable):
             return lengths if lengths.axes == tuple(axes) else cls(tuple(axes), np.stack([columns[a] for a in axes], 1))
         arrays = [_whole_numbers(columns[axis], axis) for axis in axes]
@@ -90,51 +96,105 @@ class LengthTable:
             raise LengthsError(
                 f"the axes have unequal numbers of samples: {dict(zip(axes, map(len, arrays), strict=True))}"
             )
-        return cls(tuple(axes), np.stack(arrays, axis=1))
+        return cls(tuple(axes), arrays[0][:, None] if len(arrays) == 1 else np.stack(arrays, axis=1))
+
+    @classmethod
+    def concatenate(cls, tables: Iterable[LengthTable]) -> LengthTable:
+        """Joins the tables of the parts of a data set, in their order.
+
+        Raises:
+            LengthsError: for none, or parts of other axes or layouts.
+        """
+        parts = list(tables)
+        if not parts or any((part.axes, part.layout) != (parts[0].axes, parts[0].layout) for part in parts):
+            raise LengthsError(
+                f"tables of the same axes and layout can be joined, at least one; got {[part.axes for part in parts]}"
+            )
+        return cls(parts[0].axes, np.concatenate([part.values for part in parts]), parts[0].layout)
 
     def save(self, path: str | os.PathLike[str], *, source: Mapping[str, Any] | None = None) -> None:
-        """Writes the table to an `.npz` file: one array an axis, the layout, and what tells the source, as JSON values."""
-        facts = {"layout": self.layout.to_json() if self.layout else None, "source": source}
-        columns = {axis: self.values[:, i] for i, axis in enumerate(self.axes)}
-        arrays = {_FACTS_KEY: np.array(json.dumps(facts)), **columns}
-        # not np.savez: an axis may be called "file", as its first argument is
-        with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
+        """Writes the table to an `.npz` file, with the layout and what tells the source, JSON values."""
+        facts = {"axes": self.axes, "layout": self.layout.to_json() if self.layout else None, "source": source}
+        write_archive(path, facts, {"values": self.values})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LengthTable:
-        """Reads lengths: what `save` wrote, an `.npz` with one array [N] an axis, or an `.npy` [N] (the axis is "s").
+        """Reads the lengths of every sample from a file: see `load_lengths`.
 
         Raises:
-            LengthsError: naming the file, for one that holds no lengths.
+            LengthsError: naming the file, for one that holds no lengths, or a histogram.
         """
         return cls.load_with_source(path)[0]
 
     @classmethod
     def load_with_source(cls, path: str | os.PathLike[str]) -> tuple[LengthTable, Any]:
         """Reads lengths and what `save` was told of their source, None if nothing."""
-        try:
-            with Path(path).open("rb") as file:  # not by its name: numpy leaves a broken archive open
-                content = np.load(file, allow_pickle=False)
-                if isinstance(content, np.ndarray):
-                    return cls.of(content, ["s"]), None
-                arrays = {name: content[name] for name in content.files}
-            saved = arrays.pop(_FACTS_KEY, None)
-            if not arrays:
-                raise LengthsError("it holds no arrays; an .npz file of lengths has one for each axis")
-            if saved is None:
-                return cls.of(arrays, list(arrays)), None
-            facts = json.loads(str(saved))
-            layout = Layout.from_json(facts["layout"]) if facts["layout"] else None
-            return cls(tuple(arrays), np.stack(list(arrays.values()), axis=1), layout), facts["source"]
-        except LengthsError as error:
-            raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
-        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError) as error:
+        lengths, source = _load(path, None)
+        if isinstance(lengths, LengthHistogram):
             raise LengthsError(
-                f"cannot read lengths from {os.fspath(path)!r}: it is no whole .npy or .npz file of numbers ({error})"
-            ) from error
+                f"{os.fspath(path)!r} holds a histogram, which is enough to plan from (load_lengths reads it), but not the "
+                "lengths of every sample"
+            )
+        return lengths, source
+
+
+def load_lengths(
+    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None
+) -> LengthTable | LengthHistogram:
+    """Reads lengths from a file.
+
+    Args:
+        path: what `LengthTable.save` or `LengthHistogram.save` wrote; or an `.npy` array [N] (the axis is "s"), an `.npz` with
+            one array [N] an axis, a `.csv`, or a `.parquet` (needs pyarrow). The first line of a `.csv` names its columns; a
+            single column may go without, and is then the axis "s".
+        columns: of an `.npz`, `.csv` or `.parquet`: those that are axes; all if not given.
+
+    Raises:
+        LengthsError: naming the file and what is wrong where, for one that holds no lengths.
+    """
+    return _load(path, columns)[0]
+
+
+def check_axes(given: Iterable[str], axes: Sequence[str]) -> None:
+    """Raises LengthsError where lengths have other axes than a layout, whatever their order."""
+    if set(given) != set(axes):
+        raise LengthsError(f"the lengths have the axes {tuple(given)}, but the layout has {tuple(axes)}")
+
+
+def _load(path: str | os.PathLike[str], columns: Sequence[str] | None) -> tuple[LengthTable | LengthHistogram, Any]:
+    """Reads lengths, and what is told of their source."""
+    try:
+        with Path(path).open("rb") as file:
+            magic = file.read(len(_NPY))
+            file.seek(0)
+            if magic == _NPY:
+                return LengthTable.of(np.lib.format.read_array(file, allow_pickle=False), ["s"]), None
+        if magic.startswith(_PARQUET) or Path(path).suffix in (".csv", ".parquet"):
+            arrays = read_columns(path, columns)
+            return LengthTable.of(arrays, list(arrays)), None
+        facts, arrays = read_archive(path)
+        if facts is None:
+            return _from_arrays(arrays, columns), None
+        layout = Layout.from_json(facts["layout"]) if facts["layout"] else None
+        if "values" in arrays:
+            return LengthTable(tuple(facts["axes"]), arrays["values"], layout), facts["source"]
+        return LengthHistogram(tuple(facts["axes"]), arrays["shapes"], arrays["counts"], facts["absent"], layout), None
+    except LengthsError as error:
+        raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, LayoutError) as error:
+        raise LengthsError(
+            f"cannot read lengths from {os.fspath(path)!r}: it is no whole file of one of the known kinds ({error})"
+        ) from error
+
+
+def _from_arrays(arrays: Mapping[str, npt.NDArray[Any]], columns: Sequence[str] | None) -> LengthTable:
+    """Makes a table of the arrays of an `.npz` file of others."""
+    if not arrays:
+        raise LengthsError("it holds no arrays; an .npz file of lengths has one for each axis")
+    axes = list(arrays) if columns is None else list(columns)
+    if missing := [axis for axis in axes if axis not in arrays]:
+        raise LengthsError(f"it has no column {missing[0]!r}, but {list(arrays)}")
+    return LengthTable.of({axis: arrays[axis] for axis in axes}, axes)
 
 
 def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:
@@ -144,11 +204,12 @@ def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:
         raise LengthsError(
             f"the lengths of axis {axis!r} must be numbers [N], but got {array.dtype} {list(array.shape)}"
         )
-    wrong = ~np.isfinite(array) | (array != np.floor(array)) | (array < 0) | (array > np.iinfo(np.int32).max)
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        raise LengthsError(
-            f"axis {axis!r}: {int(wrong.sum()):,} lengths are not whole numbers from 0 to 2³¹ − 1; the first is "
-            f"{array[first]} of sample {first}: drop or mend such samples first"
-        )
-    return array.astype(np.int32)
+    if array.dtype.kind == "f" or (len(array) and not (array.min() >= 0 and array.max() <= _LONGEST)):
+        wrong = ~np.isfinite(array) | (array != np.floor(array)) | (array < 0) | (array > _LONGEST)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise LengthsError(
+                f"axis {axis!r}: {int(wrong.sum()):,} lengths are not whole numbers from 0 to 2³¹ − 1; the first is "
+                f"{array[first]} of sample {first}: drop or mend such samples first"
+            )
+    return array.astype(np.int32, copy=False)

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.histogram import ABSENT
 from shapebucket.layout import Layout, Tree
-from shapebucket.lengths import ABSENT, LengthTable
+from shapebucket.lengths import LengthTable
 from shapebucket.sampling import has_random_access, some
-from shapebucket.tables import track
+from shapebucket.tables import progress_bars
 
-_CHUNK = 1024
+LengthFn = Callable[[Any], "int | Sequence[int] | Mapping[str, int]"]
+_CHUNK = 256  # samples that are read at once
 _INFERRED_FROM = 256
 _PROBES = 16
 _SAVE_EVERY = 30.0  # seconds
+_Rows = npt.NDArray[np.int32]
 
 
 def measure(
-    dataset: Sequence[Tree | None] | Iterable[Tree],
+    dataset: Sequence[Any] | Iterable[Any] | Mapping[str, npt.ArrayLike] | npt.NDArray[Any],
     layout: Layout | None = None,
     *,
+    length_fn: LengthFn | None = None,
+    workers: int = 0,
     path: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LengthTable:
@@ -36,79 +44,161 @@ def measure(
 
     Args:
         dataset: samples: a `grain.MapDataset` or `grain.IterDataset` before `.repeat()` and `.batch()`, a TFDS data
-            source (read in chunks through its `__getitems__`), a list, or any iterable that ends.
+            source (read in chunks through its `__getitems__`), a list, or any iterable that ends. Or lengths that are known:
+            a dict of arrays [N] by axis, or, for one axis, an array [N].
         layout: which axes vary; inferred from samples if not given.
+        length_fn: gives the lengths of a sample in place of the layout: an integer (one axis, "s" where no layout names it), a
+            sequence in the order of the layout's axes, or a dict by axis. For sources whose samples carry their lengths,
+            so that nothing need be decoded: the data set may then be of raw samples, in the order of the decoded ones.
+        workers: processes to read with; 0 reads in this one. For data sets with `len` and `[]`, which Grain's worker processes
+            then read: a script needs `if __name__ == "__main__":`.
         path: a file to keep the lengths in (`.npz`). If it is there, it is read in place of the data set, if that is still the
-            one it was taken from: as long, of the same layout, and with the same content in a few samples. A run that was
-            interrupted goes on where it last saved, twice a minute.
+            one it was taken from: as long, of the same layout, and with the same content and lengths in a few samples. A
+            run that was interrupted goes on where it last saved: at an error, and twice a minute.
         progress: whether to show a progress bar on standard error.
 
     Returns:
-        The table, in the data set's order, with the layout and its dtypes.
+        The table, in the data set's order, with the layout and its dtypes. Its `histogram` is enough to plan from.
 
     Raises:
         LayoutError: with the sample's index, if one does not fit the layout.
         LengthsError: for a data set without samples, or a `MapDataset` without end (an iterable without end cannot be told
-            from a long one, and is read for ever); or if the file is of another data set.
+            from a long one, and is read for ever); for lengths that are none; or if the file is of another data set.
     """
-    total = _checked_length(dataset, layout)
-    if layout is None:
-        seen: list[Any] = []
-        if isinstance(dataset, Iterator):  # what infer takes from it must be measured too
-            seen = list(itertools.islice(dataset, _INFERRED_FROM))
-            dataset = itertools.chain(seen, dataset)
-        layout = Layout.infer(cast(Sequence[Tree], seen or dataset), samples=_INFERRED_FROM)
-    layout.require_axes()
-    keep = None if path is None else _Keep(Path(path), dataset, total, layout)
+    if layout is not None and not isinstance(layout, Layout):
+        raise LengthsError(f"measure() takes a Layout, as in Layout({layout!r}), but got {type(layout).__name__}")
+    if isinstance(dataset, Mapping | np.ndarray):
+        return _known(dataset, layout, path)
+    total = _checked_length(dataset)
+    _check_workers(workers, dataset)
+    dataset, rule = _rule(dataset, layout, length_fn)
+    keep = None if path is None else _Keep(Path(path), dataset, total, rule)
     if keep is not None and (whole := keep.load(keep.path)) is not None:
         return whole
     begun = None if keep is None else keep.load(keep.partial)
-    rows: list[tuple[int, ...]] = []
-    if begun is not None:
-        rows, layout = list(map(tuple, begun.values.tolist())), begun.layout or layout
-    absent = (ABSENT,) * len(layout.axes)
-    samples = enumerate(_samples(dataset, total, len(rows)), start=len(rows))
-    saved = time.monotonic()
-    for index, sample in track(samples, "measure", total=total, done=len(rows), enabled=progress):
-        if sample is None:
-            rows.append(absent)
-            continue
-        try:
-            if not layout.has_dtypes:
-                layout = layout.with_dtypes(sample)
-            rows.append(layout.lengths(sample))
-        except LayoutError as error:
-            raise error.at(index) from None
-        if keep is not None and time.monotonic() - saved > _SAVE_EVERY:
-            keep.save(LengthTable(layout.axes, np.array(rows, np.int32), layout), keep.partial)
-            saved = time.monotonic()
-    if all(row == absent for row in rows):
+    parts = [] if begun is None else [begun.values]
+    rows = _rows(dataset, rule, total, sum(map(len, parts)), workers)
+    try:
+        for part in _watched(rows, total, sum(map(len, parts)), progress):
+            parts.append(part)
+            if keep is not None:
+                keep.save_part(parts, rule)
+    except BaseException:
+        if keep is not None:
+            keep.save_part(parts, rule, now=True)
+        raise
+    table = rule.table(parts)
+    if not table.present.any():
         raise LengthsError(
-            f"the data set has no samples: it gave {len(rows)} elements"
-            + (", all absent (None): look at its filters" if rows else "; an iterator that was read before gives none")
+            f"the data set has no samples: it gave {len(table)} elements"
+            + (
+                ", all absent (None): look at its filters"
+                if len(table)
+                else "; an iterator that was read before gives none"
+            )
         )
-    table = LengthTable(layout.axes, np.array(rows, np.int32), layout)
-    if keep is not None:
-        keep.save(table, keep.path)
-        keep.partial.unlink(missing_ok=True)
-    return table
+    return table if keep is None else keep.save(table)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How the lengths of a sample are taken; pickled for worker processes.
+
+    Attributes:
+        layout: which axes vary, with dtypes; None where `length_fn` alone says.
+        axes: their names.
+        length_fn: gives the lengths in place of the layout, if not None.
+    """
+
+    layout: Layout | None
+    axes: tuple[str, ...]
+    length_fn: LengthFn | None
+
+    def rows(self, samples: Iterable[Any], first: int) -> _Rows:
+        """Returns the lengths of samples, int32 [n, A], of which the first has the given index."""
+        found = [self._row(sample, index) for index, sample in enumerate(samples, start=first)]
+        return np.array(found, np.int32).reshape(-1, len(self.axes))
+
+    def _row(self, sample: Any, index: int) -> tuple[int, ...]:
+        if sample is None:
+            return (ABSENT,) * len(self.axes)
+        if self.length_fn is None:
+            try:
+                return cast(Layout, self.layout).lengths(sample)
+            except LayoutError as error:
+                raise error.at(index) from None
+        given = self.length_fn(sample)
+        lengths = list(given) if isinstance(given, Sequence) else [given]
+        if isinstance(given, Mapping):
+            lengths = [given[axis] for axis in self.axes] if set(given) == set(self.axes) else []
+        try:
+            row = tuple(map(operator.index, cast(Any, lengths)))
+        except TypeError:
+            row = ()
+        if len(row) != len(self.axes) or min(row) < 0 or max(row) > np.iinfo(np.int32).max:
+            raise LengthsError(
+                f"length_fn gave {given!r} for sample {index}: a whole number from 0 to 2³¹ − 1 is needed for each of the "
+                f"axes {self.axes}"
+            )
+        return row
+
+    def table(self, parts: Sequence[_Rows]) -> LengthTable:
+        """Makes a table of lengths."""
+        empty = np.empty((0, len(self.axes)), np.int32)
+        return LengthTable(self.axes, np.concatenate([empty, *parts]), self.layout)
+
+
+def _rule(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tuple[Any, _Rule]:
+    """Decides how lengths are taken, from the first samples; returns the data set with what was taken from it put back."""
+    head: list[Any] = []
+    if isinstance(dataset, Iterator):
+        head = _take(dataset, 0, _INFERRED_FROM)
+        dataset = itertools.chain(head, dataset)
+    if length_fn is not None:
+        if layout is not None:
+            layout.require_axes()
+            return dataset, _Rule(layout, layout.axes, length_fn)
+        given = next((length_fn(sample) for sample in _first(head, dataset) if sample is not None), 0)
+        axes = tuple(given) if isinstance(given, Mapping) else ("s",)
+        return dataset, _Rule(None, axes, length_fn)
+    if layout is None:
+        layout = Layout.infer(cast(Sequence[Tree], head or dataset), samples=_INFERRED_FROM)
+    layout.require_axes()
+    if not layout.has_dtypes:
+        for index, sample in enumerate(_first(head, dataset)):
+            if sample is not None:
+                try:
+                    layout = layout.with_dtypes(sample)
+                except LayoutError as error:
+                    raise error.at(index) from None
+                break
+    return dataset, _Rule(layout, layout.axes, None)
+
+
+def _first(head: list[Any], dataset: Any) -> Iterable[Any]:
+    """Returns the samples from the first on, of which an iterator gave `head`."""
+    if isinstance(dataset, Iterator):
+        return head
+    return (dataset[index] for index in range(len(dataset))) if has_random_access(dataset) else dataset
 
 
 class _Keep:
     """The files that lengths are kept in, and what tells the data set that they are of."""
 
-    def __init__(self, path: Path, dataset: Any, total: int | None, layout: Layout) -> None:
+    def __init__(self, path: Path, dataset: Any, total: int | None, rule: _Rule) -> None:
         if isinstance(dataset, Iterator):
             raise LengthsError(
                 "an iterator cannot be told from another: give path with a data set that can be read again"
             )
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
+        dims = {feature.name: list(feature.dims) for feature in rule.layout.features} if rule.layout else None
         self._source = {
             "length": total,
-            "dimensions": {feature.name: list(feature.dims) for feature in layout.features},
-            "content": _content(dataset),
+            "dimensions": {"axes": list(rule.axes), "features": dims},
+            "content": _content(dataset, rule),
         }
+        self._saved = time.monotonic()
 
     def load(self, path: Path) -> LengthTable | None:
         """Returns the lengths in a file, None if it is not there.
@@ -130,16 +220,26 @@ class _Keep:
             )
         return table
 
-    def save(self, table: LengthTable, path: Path) -> None:
-        """Writes lengths to a file."""
-        table.save(path, source=self._source)
+    def save_part(self, parts: list[_Rows], rule: _Rule, *, now: bool = False) -> None:
+        """Writes what there is, twice a minute."""
+        if now or time.monotonic() - self._saved > _SAVE_EVERY:
+            parts[:] = [np.concatenate(parts)] if parts else []
+            rule.table(parts).save(self.partial, source=self._source)
+            self._saved = time.monotonic()
+
+    def save(self, table: LengthTable) -> LengthTable:
+        """Writes the whole table, and returns it as it is read: mapped where it is large."""
+        table.save(self.path, source=self._source)
+        self.partial.unlink(missing_ok=True)
+        return LengthTable.load(self.path)
 
 
-def _content(dataset: Any) -> str:
-    """Returns a hash of a few samples: evenly spaced, or the first ones of an iterable."""
+def _content(dataset: Any, rule: _Rule) -> str:
+    """Returns a hash of a few samples and their lengths: evenly spaced, or the first ones of an iterable."""
     digest = hashlib.sha256()
-    for _, sample in some(dataset, _PROBES):
+    for index, sample in some(dataset, _PROBES):
         _update(digest, sample)
+        digest.update(rule.rows([sample], index).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -156,14 +256,24 @@ def _update(digest: Any, node: Any) -> None:
         )
 
 
-def _checked_length(dataset: Any, layout: Any) -> int | None:
+def _known(
+    lengths: Mapping[str, npt.ArrayLike] | npt.NDArray[Any], layout: Layout | None, path: str | os.PathLike[str] | None
+) -> LengthTable:
+    """Makes a table of lengths that are known, and writes it if a path is given."""
+    axes = layout.axes if layout else tuple(lengths) if isinstance(lengths, Mapping) else ("s",)
+    found = LengthTable.of(lengths, axes)
+    table = LengthTable(found.axes, found.values, layout)
+    if path is not None:
+        table.save(path)
+    return table
+
+
+def _checked_length(dataset: Any) -> int | None:
     """Returns the number of elements where it is known; raises LengthsError for what cannot be measured."""
-    if layout is not None and not isinstance(layout, Layout):
-        raise LengthsError(f"measure() takes a Layout, as in Layout({layout!r}), but got {type(layout).__name__}")
-    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+    if not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
         raise LengthsError(
-            f"measure() takes samples, a data set or an iterable of dicts, but got {type(dataset).__name__}; lengths that are "
-            "known go to plan_buckets as they are"
+            "measure() takes samples (a data set or an iterable of dicts) or arrays of lengths, but got "
+            f"{type(dataset).__name__}"
         )
     total = len(dataset) if hasattr(dataset, "__len__") else None
     if total is not None and total >= sys.maxsize:
@@ -171,24 +281,89 @@ def _checked_length(dataset: Any, layout: Any) -> int | None:
     return total
 
 
-def _samples(dataset: Any, total: int | None, first: int) -> Iterator[Tree | None]:
-    """Yields the elements from the first on in order, absent ones as None."""
-    at, count = first, 1  # what is being read
+def _check_workers(workers: int, dataset: Any) -> None:
+    if not isinstance(workers, int) or workers < 0:
+        raise LengthsError(f"workers must be a whole number of processes, 0 for none, but got {workers!r}")
+    if workers and not has_random_access(dataset):
+        raise LengthsError(
+            f"worker processes read a data set by index, but {type(dataset).__name__} has no len() and []: measure the "
+            "MapDataset before .to_iter_dataset(), or leave workers out"
+        )
+
+
+def _watched(parts: Iterable[_Rows], total: int | None, done: int, progress: bool) -> Iterator[_Rows]:
+    """Yields the parts under a progress bar of samples."""
+    with progress_bars(progress) as bars:
+        task = bars.add_task("measure", total=total, completed=done, note="")
+        for part in parts:
+            yield part
+            bars.advance(task, len(part))
+
+
+def _rows(dataset: Any, rule: _Rule, total: int | None, first: int, workers: int) -> Iterator[_Rows]:
+    """Yields the lengths of the elements from the first on, in order."""
+    if workers and total is not None:
+        return _in_processes(dataset, rule, range(first, total, _CHUNK), total, workers)
+    return (rule.rows(samples, at) for at, samples in _chunks(dataset, first))
+
+
+def _in_processes(dataset: Any, rule: _Rule, starts: range, total: int, workers: int) -> Iterator[_Rows]:
+    """Yields the lengths chunk by chunk, read by Grain's worker processes."""
+    import grain
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # or a plain script fails: https://github.com/google/grain/issues/1355
+
+    def read(start: int) -> _Rows:
+        return rule.rows(_read(dataset, start, min(_CHUNK, total - start)), start)
+
+    chunks = grain.MapDataset.source(starts).map(read)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return iter(chunks.to_iter_dataset(options).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
+
+
+def _chunks(dataset: Any, first: int) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the elements from the first on in order, absent ones as None, a chunk at a time with the index of its first."""
+    if has_random_access(dataset):
+        total = len(dataset)
+        for start in range(first, total, _CHUNK):
+            yield start, _read(dataset, start, min(_CHUNK, total - start))
+        return
+    elements, at = iter(dataset), 0
+    while chunk := _take(elements, at, _CHUNK):
+        if at + len(chunk) > first:
+            yield max(at, first), chunk[max(0, first - at) :]
+        at += len(chunk)
+
+
+def _take(elements: Iterator[Any], at: int, count: int) -> list[Any]:
+    """Takes the next elements, of which the first has the given index."""
+    taken: list[Any] = []
     try:
-        if total is None or not has_random_access(dataset):
-            at = 0
-            for sample in dataset:
-                if at >= first:
-                    yield sample
-                at += 1  # noqa: SIM113 (the number of the one that fails, not of the last that came)
-        elif hasattr(dataset, "__getitems__"):
-            for at in range(first, total, _CHUNK):
-                count = min(_CHUNK, total - at)
-                yield from dataset.__getitems__(list(range(at, at + count)))
-        else:
-            for at in range(first, total):
-                yield dataset[at]
+        taken.extend(itertools.islice(elements, count))
     except Exception as error:
-        which = f"sample {at}" if count == 1 else f"the samples {at} to {at + count - 1}"
-        error.add_note(f"shapebucket: while measure() read {which}")
+        _note(error, at + len(taken), 1)
         raise
+    return taken
+
+
+def _read(dataset: Any, start: int, count: int) -> list[Any]:
+    """Reads elements by index, all at once if the data set can."""
+    at, reading = start, count
+    try:
+        if hasattr(dataset, "__getitems__"):
+            return dataset.__getitems__(list(range(start, start + count)))
+        reading = 1
+        elements: list[Any] = []
+        for at in range(start, start + count):
+            elements.append(dataset[at])
+        return elements
+    except Exception as error:
+        _note(error, at, reading)
+        raise
+
+
+def _note(error: Exception, at: int, count: int) -> None:
+    which = f"sample {at}" if count == 1 else f"the samples {at} to {at + count - 1}"
+    error.add_note(f"shapebucket: while measure() read {which}")

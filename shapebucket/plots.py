@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.buckets import BucketPlan
+from shapebucket.buckets import BucketPlan, Lengths, histogram_of
 from shapebucket.errors import MissingExtraError, PlanError
-from shapebucket.lengths import LengthTable
 
 try:
     from matplotlib.axes import Axes
@@ -23,14 +23,14 @@ except ModuleNotFoundError as error:
 _RED = "#c1440e"
 
 
-def plot_plan(lengths: LengthTable, plan: BucketPlan) -> Figure:
+def plot_plan(lengths: Lengths, plan: BucketPlan) -> Figure:
     """Draws lengths and the buckets of a plan for them.
 
     With one axis, a histogram with the boundaries; with two, a heat map of the samples with the boxes drawn, the smallest on
     top. Scales are logarithmic where the tail needs it; lengths of 0 are drawn as 1.
 
     Args:
-        lengths: of the samples.
+        lengths: of the samples: what `plan_buckets` takes.
         plan: the buckets, of one or two axes.
 
     Returns:
@@ -38,39 +38,72 @@ def plot_plan(lengths: LengthTable, plan: BucketPlan) -> Figure:
 
     Raises:
         PlanError: for a plan of more axes.
+        LengthsError: for lengths of other axes than the plan's.
     """
-    values = np.maximum(lengths.values[lengths.present], 1)  # a scale may have no 0
-    count = values.shape[1]
-    if count > 2 or lengths.axes != plan.layout.axes:
-        raise PlanError(
-            f"a picture is of one or two axes, the plan's; the plan has {plan.layout.axes}, the lengths {lengths.axes}"
-        )
+    axis_names = list(plan.layout.axes)
+    if len(axis_names) > 2:
+        raise PlanError(f"a picture is of one or two axes, but the plan has {axis_names}")
+    given = histogram_of(lengths, axis_names)
+    values, weights, count = np.maximum(given.shapes, 1), given.counts, len(axis_names)  # a scale may have no 0
     figure = Figure(figsize=(8, 4) if count == 1 else (8, 6), layout="constrained")
     axes = figure.subplots()
     if count == 1:
-        _draw_histogram(axes, values[:, 0], np.unique(plan.sizes))
+        _draw_histogram(axes, values[:, 0], weights, np.unique(plan.sizes))
     else:
-        figure.colorbar(_draw_boxes(axes, values, plan.sizes), ax=axes, label="samples")
-        axes.set_ylabel(f"length on axis {lengths.axes[1]!r} (elements)")
-    axes.set_xlabel(f"length on axis {lengths.axes[0]!r} (elements)")
-    report = plan.report(lengths)
-    title = f"{len(values):,} samples and the boundaries of {len(plan)} buckets, padding {report.padding_fraction:.1%}"
+        figure.colorbar(_draw_boxes(axes, values, weights, plan.sizes), ax=axes, label="samples")
+        axes.set_ylabel(f"length on axis {axis_names[1]!r} (elements)")
+    axes.set_xlabel(f"length on axis {axis_names[0]!r} (elements)")
+    report = plan.report(given)
+    title = f"{len(given):,} samples and the boundaries of {len(plan)} buckets, padding {report.padding_fraction:.1%}"
     figure.suptitle(title + (f"; {report.overlong:,} are cut or dropped" if report.overlong else ""), fontsize=11)
     return figure
 
 
-def _edges(values: npt.NDArray[Any], bins: int) -> tuple[npt.NDArray[np.float64], str]:
+def plot_curve(plan: BucketPlan, others: Mapping[str, BucketPlan] | None = None) -> Figure:
+    """Draws the padding of the best plan found against the number of buckets, and other plans as points.
+
+    Args:
+        plan: made by `plan_buckets` for elements, so that it knows the curve.
+        others: plans of the same lengths, by name: those of `plan_by_rule`, say.
+
+    Returns:
+        The figure.
+
+    Raises:
+        PlanError: for a plan that has no curve, or others that were not made from lengths.
+    """
+    curve = plan.curve
+    if not curve or any(other.planned is None for other in (others or {}).values()):
+        raise PlanError("a curve is of plans that were made from lengths, the first by plan_buckets for elements")
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(curve) + 1), curve, ".-", color=_RED, label="plan_buckets")
+    for marker, (name, other) in zip(itertools.cycle("osD^v<>*PXh"), (others or {}).items(), strict=False):
+        assert other.planned is not None
+        axes.plot(len(other), other.planned.padding_fraction, marker, label=name, alpha=0.7)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("buckets")
+    axes.set_ylabel("padding fraction")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _edges(values: npt.NDArray[Any], weights: npt.NDArray[Any], bins: int) -> tuple[npt.NDArray[np.float64], str]:
     """Returns edges of bins between whole numbers, and the scale that suits: "log" where the tail is long."""
-    longest = int(values.max())
-    scale = "log" if longest > 8 * max(1.0, float(np.median(values))) else "linear"
+    order, longest = np.argsort(values), int(values.max())
+    running = np.cumsum(weights[order])
+    median = int(values[order[np.searchsorted(running, running[-1] / 2)]])
+    scale = "log" if longest > 8 * median else "linear"
     spaced = np.geomspace if scale == "log" else np.linspace
     edges = np.unique(spaced(max(1, values.min()), longest + 1, bins).astype(np.int64))
     return edges.astype(np.float64) - 0.5, scale
 
 
-def _draw_histogram(axes: Axes, values: npt.NDArray[Any], bounds: npt.NDArray[Any]) -> None:
-    edges, scale = _edges(values, 80)
-    axes.hist(values, bins=edges.tolist(), color="#9db4c0")
+def _draw_histogram(axes: Axes, values: npt.NDArray[Any], weights: npt.NDArray[Any], bounds: npt.NDArray[Any]) -> None:
+    edges, scale = _edges(values, weights, 80)
+    axes.hist(values, bins=edges.tolist(), weights=weights, color="#9db4c0")
     axes.set_xscale(scale)
     axes.set_yscale(scale)
     axes.set_ylabel("samples")
@@ -81,12 +114,13 @@ def _draw_histogram(axes: Axes, values: npt.NDArray[Any], bounds: npt.NDArray[An
         )
 
 
-def _draw_boxes(axes: Axes, values: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> Any:
+def _draw_boxes(axes: Axes, values: npt.NDArray[Any], weights: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> Any:
     """Draws the heat map and the boxes, and returns the map."""
-    (x_edges, x_scale), (y_edges, y_scale) = (_edges(np.concatenate([values[:, i], sizes[:, i]]), 60) for i in range(2))
-    *_, image = axes.hist2d(
-        values[:, 0], values[:, 1], bins=[x_edges.tolist(), y_edges.tolist()], norm=LogNorm(), cmap="Blues"
-    )
+    both = np.concatenate([values, sizes])
+    held = np.concatenate([weights, np.zeros(len(sizes), np.int64)])
+    (x_edges, x_scale), (y_edges, y_scale) = (_edges(both[:, i], held, 60) for i in range(2))
+    bins = [x_edges.tolist(), y_edges.tolist()]
+    *_, image = axes.hist2d(values[:, 0], values[:, 1], bins=bins, weights=weights, norm=LogNorm(), cmap="Blues")
     axes.set_xscale(x_scale)
     axes.set_yscale(y_scale)
     left, bottom = x_edges[0], y_edges[0]

@@ -46,13 +46,29 @@ def render(
 def progress_bars(enabled: bool = True) -> Generator[Progress]:
     """Opens a display of progress bars on standard error, with rate and time left; silent where that is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("" if rate is None else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s")
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        RateColumn(),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )

@@ -163,7 +163,8 @@ def test_a_bucket_has_positive_sizes():
 def test_report_counts_samples_elements_and_overlong():
     plan = sb.BucketPlan(sb.Layout({"x": "s"}), [sb.Bucket((("s", n),), 1) for n in (2, 5)])
     report = plan.report([1, 2, 3, 7])
-    assert report == sb.PlanReport((2, 2), (3, 8), (4, 10), overlong=1, pad_to_max_elements=20)
+    names = tuple(map(str, plan.buckets))
+    assert report == sb.PlanReport(names, (2, 2), (2, 2), (3, 8), (4, 10), overlong=1, pad_to_max_elements=20)
     assert report.shares == (0.5, 0.5)
     assert report.padding_fraction == pytest.approx(1 - 11 / 14)
     assert report.padding_fractions == pytest.approx((1 / 4, 2 / 10))
@@ -177,9 +178,21 @@ def test_report_counts_samples_elements_and_overlong():
 def test_a_printed_plan_shows_each_bucket_and_the_total(token_plan):
     lines = str(token_plan).splitlines()
     assert lines[0] == "4 buckets for tokens: 'int32[s]'"
-    assert lines[1].split() == ["s", "batch", "elements", "MB", "share", "padding"]
+    assert lines[1].split() == ["s", "batch", "elements", "MB", "share", "padding", "batches"]
     assert [line.split()[0] for line in lines[3:7]] == [str(each.sizes["s"]) for each in token_plan.buckets]
-    assert re.fullmatch(r"padding (.+%) \(at best \1, .+% in one shape\) over 100 samples", lines[-1])
+    verdict = r"padding .+% \(computing the least possible with as many buckets; .+% in one shape\) over 100 samples in \d+ batches"
+    assert re.fullmatch(verdict, lines[-1])
+
+
+def test_a_printed_report_is_a_line_a_bucket_and_a_verdict():
+    plan = sb.BucketPlan(sb.Layout({"x": "s"}), [sb.Bucket((("s", n),), 2) for n in (2, 5)])
+    lines = str(plan.report([1, 2, 2, 3, 7])).splitlines()
+    assert lines[0] == "padding 18.8% (48.0% in one shape) over 5 samples in 3 batches; 1 samples are cut to fit"
+    assert [line.split() for line in lines[1:2]] == [["bucket", "share", "fill", "padding", "batches"]]
+    assert lines[3].split() == ["[2", "×", "s=2]", "60.0%", "83.3%", "16.7%", "2"]
+    searched = sb.PlanReport(("a",), (1,), (1,), (100,), (201,), 0, 300, least_elements=200)
+    assert searched.excess == pytest.approx(0.005)
+    assert "computing at most 0.50% above the least possible with as many buckets" in searched.verdict
 
 
 def test_summary_is_what_tools_rely_on(token_plan):

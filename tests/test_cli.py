@@ -42,11 +42,49 @@ def test_compare_puts_the_rules_side_by_side(lengths_file, capsys):
         "computed": 1,
     }
     assert result["rules"]["constant_width"]["computed"] >= 1
-    assert result["left_out"] == {"nemo_2d": "nemo_2d is for two axes, but the layout has 1"}
+    assert result["left_out"] == {
+        "nemo_2d": "nemo_2d is for two axes, but the layout has 1",
+        "quantile_grid": "quantile_grid is for several axes; with one it is equal_count",
+    }
     assert main(["compare", str(lengths_file), "--max-buckets", "4"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("rules with at most 4 buckets")
     assert "left out: nemo_2d" in printed
+
+
+def test_pictures_are_drawn(lengths_file, tmp_path):
+    assert main(["plan", str(lengths_file), "--plot", str(tmp_path / "plan.png")]) == 0
+    assert main(["compare", str(lengths_file), "--plot", str(tmp_path / "curve.png")]) == 0
+    for name in ("plan.png", "curve.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_measure_turns_any_file_of_lengths_into_one_that_plan_takes(tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text("s,t,name\n3,4,a\n5,9,b\n")
+    arguments = ["measure", str(tmp_path / "lengths.csv"), "--columns", "s, t", "--out", str(tmp_path / "kept")]
+    assert main(arguments) == 0
+    assert "2 samples, 2 distinct shapes" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "kept"), "--json"]) == 0
+    assert [each["axes"] for each in json.loads(capsys.readouterr().out)["buckets"]] == [
+        {"s": 3, "t": 4},
+        {"s": 5, "t": 9},
+    ]
+
+
+def test_a_histogram_can_be_planned_from(tmp_path, capsys):
+    sb.LengthTable.of([1, 2, 2], ["s"]).histogram.save(tmp_path / "histogram.npz")
+    assert main(["measure", str(tmp_path / "histogram.npz")]) == 0
+    assert main(["plan", str(tmp_path / "histogram.npz"), "--plot", str(tmp_path / "plan.png")]) == 0
+    assert "over 3 samples" in capsys.readouterr().out
+
+
+def test_help_leads_to_each_command(capsys):
+    for command in ("measure", "plan", "compare"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert "tfds:NAME/SPLIT" in shown
+        assert "None" not in shown
 
 
 def test_a_layout_makes_a_plan_that_a_loader_takes(tmp_path, capsys):

@@ -1,7 +1,9 @@
 import grain
 import numpy as np
+import pyarrow
 import pytest
 from conftest import make_pairs
+from pyarrow import parquet
 
 import shapebucket as sb
 from shapebucket.files import replacing
@@ -41,16 +43,72 @@ def test_measure_reads_in_chunks_where_the_source_can():
             return len(self.data)
 
         def __getitem__(self, index):
-            raise AssertionError("one at a time")
+            assert index == 0, "one at a time, but for the dtypes"
+            return self.data[index]
 
         def __getitems__(self, indices):
             self.reads.append(len(indices))
             return [self.data[index] for index in indices]
 
-    source = Source(make_pairs(1500))
+    source = Source(make_pairs(600))
     table = sb.measure(source, LAYOUT, progress=False)
     assert table.values[:, 0].tolist() == [len(each["src"]) for each in source.data]
-    assert source.reads == [1024, 476]
+    assert source.reads == [256, 256, 88]
+
+
+def test_lengths_that_are_known_are_taken_as_they_are(tmp_path):
+    assert sb.measure(np.array([3, 1])).values.tolist() == [[3], [1]]
+    table = sb.measure({"t": [5, 6], "s": [3, 1]}, LAYOUT, path=tmp_path / "lengths.npz")
+    assert (table.axes, table.values.tolist()) == (("s", "t"), [[3, 5], [1, 6]])
+    assert sb.LengthTable.load(tmp_path / "lengths.npz").layout == LAYOUT
+
+
+def test_a_function_gives_lengths_without_decoding():
+    rows = [{"text": "…", "n": number % 7, "m": 2 * number} for number in range(600)]
+    expected = [[number % 7, 2 * number] for number in range(600)]
+    layout = sb.Layout({"src": "s", "tgt": "t"})
+    by_sequence = sb.measure(rows, layout, length_fn=lambda row: (row["n"], row["m"]), progress=False)
+    by_name = sb.measure(rows, layout, length_fn=lambda row: {"t": row["m"], "s": row["n"]}, progress=False)
+    for table in (by_sequence, by_name):
+        assert (table.axes, table.layout, table.values.tolist()) == (("s", "t"), layout, expected)
+    bare = sb.measure(iter(rows), length_fn=lambda row: {"n": row["n"], "m": np.int64(row["m"])}, progress=False)
+    assert (bare.axes, bare.layout, bare.values.tolist()) == (("n", "m"), None, expected)
+    one = sb.measure(rows, length_fn=lambda row: row["n"], progress=False)
+    assert (one.axes, one.values[:, 0].tolist()) == (("s",), [row[0] for row in expected])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, [1], {"s": 1}, "12", 2**31, None])
+def test_a_function_that_gives_no_lengths_is_named_with_the_sample(wrong):
+    def length_fn(row):
+        return wrong if row == 3 else (1, 2)
+
+    with pytest.raises(
+        sb.LengthsError, match=r"length_fn gave .* for sample 3: a whole number from 0 to 2³¹ − 1 is needed"
+    ):
+        sb.measure([0, 1, 2, 3], sb.Layout({"src": "s", "tgt": "t"}), length_fn=length_fn, progress=False)
+
+
+def test_worker_processes_give_the_same_table():
+    data = make_pairs(1000)
+    kept = grain.MapDataset.source(data).filter(lambda each: each["label"] % 3 > 0)
+    alone = sb.measure(kept, LAYOUT, progress=False)
+    table = sb.measure(kept, LAYOUT, workers=2, progress=False)
+    np.testing.assert_array_equal(table.values, alone.values)
+    assert table.layout == alone.layout
+
+
+def test_an_error_in_a_worker_process_names_the_sample():
+    data = make_pairs(600)
+    data[300] = {**data[300], "src": data[300]["src"].tolist()}
+    with pytest.raises(Exception, match="sample 300, feature 'src': is a Python list"):
+        sb.measure(data, LAYOUT, workers=2, progress=False)
+
+
+def test_workers_need_random_access(pairs):
+    with pytest.raises(sb.LengthsError, match=r"but list_iterator has no len\(\) and \[\]"):
+        sb.measure(iter(pairs), LAYOUT, workers=2)
+    with pytest.raises(sb.LengthsError, match="workers must be a whole number of processes, 0 for none, but got -1"):
+        sb.measure(pairs, LAYOUT, workers=-1)
 
 
 def test_filtered_elements_are_marked_absent(pairs):
@@ -103,8 +161,8 @@ def test_an_error_of_the_source_says_which_sample(kind):
     ("dataset", "layout", "message"),
     [
         ([], {"x": "s"}, r"measure\(\) takes a Layout, as in Layout\(\{'x': 's'\}\), but got dict"),
-        ({"x": [1]}, None, r"measure\(\) takes samples, .* but got dict; lengths that are known go to plan_buckets"),
-        (None, None, "but got NoneType"),
+        (None, None, r"measure\(\) takes samples .* or arrays of lengths, but got NoneType"),
+        ({"train": ["a"]}, None, r"the lengths of axis 'train' must be numbers \[N\]"),
     ],
 )
 def test_measure_refuses_what_is_no_data_set(dataset, layout, message):
@@ -139,11 +197,108 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path):
     sb.LengthTable.of(np.arange(1000), ["s"]).save(tmp_path / "cut.npz")
     content = (tmp_path / "cut.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
-    with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*cut.npz': it is no whole .npy or .npz file"):
+    with pytest.raises(
+        sb.LengthsError, match="cannot read lengths from '.*cut.npz': it is no whole file of one of the known kinds"
+    ):
         sb.LengthTable.load(tmp_path / "cut.npz")
     np.save(tmp_path / "objects.npy", np.array([[1], [1, 2]], object), allow_pickle=True)
     with pytest.raises(sb.LengthsError, match="cannot read lengths from '.*objects.npy'"):
         sb.LengthTable.load(tmp_path / "objects.npy")
+
+
+def test_a_large_table_is_mapped_from_its_file(tmp_path):
+    table = sb.LengthTable.of({"s": np.arange(200_000), "t": np.arange(200_000) % 7}, ["s", "t"])
+    table.save(tmp_path / "lengths.npz")
+    loaded = sb.LengthTable.load(tmp_path / "lengths.npz")
+    assert isinstance(loaded.values, np.memmap)
+    assert loaded.values.flags.aligned
+    assert not loaded.values.flags.writeable
+    np.testing.assert_array_equal(loaded.values, table.values)
+    with np.load(tmp_path / "lengths.npz") as plain:  # and it is an .npz file like any other
+        np.testing.assert_array_equal(plain["values"], table.values)
+    content = bytearray((tmp_path / "lengths.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(content)
+    with pytest.raises(sb.LengthsError, match=r"flipped.npz': it is no whole file .*Bad CRC-32 for file 'values.npy'"):
+        sb.LengthTable.load(tmp_path / "flipped.npz")
+
+
+def test_measure_returns_a_large_table_as_it_is_mapped(tmp_path):
+    rows = range(300_000)
+    table = sb.measure(rows, length_fn=lambda row: row % 100, path=tmp_path / "lengths.npz", progress=False)
+    assert isinstance(table.values, np.memmap)
+    assert sb.plan_buckets(table, max_buckets=4, batch_size=1) == sb.plan_buckets(
+        np.arange(300_000) % 100, max_buckets=4, batch_size=1
+    )
+
+
+def test_tables_of_parts_are_joined_in_order():
+    parts = [sb.LengthTable.of([1, 2], ["s"]), sb.LengthTable.of([3], ["s"])]
+    assert sb.LengthTable.concatenate(parts).values.tolist() == [[1], [2], [3]]
+    with pytest.raises(
+        sb.LengthsError, match=r"tables of the same axes and layout can be joined, at least one; got \[\]"
+    ):
+        sb.LengthTable.concatenate([])
+    with pytest.raises(sb.LengthsError, match="got"):
+        sb.LengthTable.concatenate([*parts, sb.LengthTable.of([3], ["t"])])
+
+
+def test_a_csv_names_its_axes_in_its_first_line(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text('name,src,"tgt, words"\n"a, b",3,5\nc,1,6\n')
+    table = sb.load_lengths(path, columns=["src", "tgt, words"])
+    assert (table.axes, table.values.tolist()) == (("src", "tgt, words"), [[3, 5], [1, 6]])
+    path.write_bytes(b"\xef\xbb\xbfn\r\n3\r\n1\r\n")  # as spreadsheets write it
+    assert sb.load_lengths(path).axes == ("n",)
+    path.write_text("3\n1\n2\n")
+    table = sb.load_lengths(path)
+    assert (table.axes, table.values[:, 0].tolist()) == (("s",), [3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "message"),
+    [
+        ("", None, "it is empty, or its first line is"),
+        ("s\n1\ntwo\n3\n", None, "line 3 has 'two' in the column 's', which is no number: drop such lines"),
+        ("s,name\n1,ann\n", None, "line 2 has 'ann' in the column 'name', which is no number"),
+        ("s,t\n1,2\n3\n", None, "line 3 has '' in the column 't'"),
+        ("1,2\n", None, "its 2 columns have no names: put a line with the names of the axes first"),
+        ("s,2\n", None, "its first line .* is part text, part numbers"),
+        ("s\n1\n-2\n", None, "axis 's': 1 lengths are not whole numbers .* the first is -2.0 of sample 1"),
+        ("s\nnan\n", None, "axis .s.: 1 lengths .* the first is nan of sample 0"),
+        ("s\n1\n", ["t"], r"it has no column 't', but \['s'\]"),
+    ],
+)
+def test_a_csv_that_holds_no_lengths_is_refused_with_the_place(tmp_path, content, columns, message):
+    (tmp_path / "lengths.csv").write_text(content)
+    with pytest.raises(sb.LengthsError, match=f"cannot read lengths from '.*lengths.csv': {message}"):
+        sb.load_lengths(tmp_path / "lengths.csv", columns=columns)
+
+
+def test_parquet(tmp_path):
+    table = pyarrow.table(
+        {"n": [3, 1], "m": pyarrow.array([5, 6], pyarrow.uint16()), "text": ["a", "b"], "gap": [1, None]}
+    )
+    parquet.write_table(table, tmp_path / "lengths.parquet")
+    read = sb.load_lengths(tmp_path / "lengths.parquet", columns=["m", "n"])
+    assert (read.axes, read.values.tolist()) == (("m", "n"), [[5, 3], [6, 1]])
+    for columns, message in (
+        (None, "the column 'text' is of string, not of numbers: choose the columns that are lengths"),
+        (["gap"], "the column 'gap' has 1 nulls: drop such rows"),
+        (["x"], r"it has no column 'x', but \['n', 'm', 'text', 'gap'\]"),
+    ):
+        with pytest.raises(sb.LengthsError, match=f"cannot read lengths from '.*lengths.parquet': {message}"):
+            sb.load_lengths(tmp_path / "lengths.parquet", columns=columns)
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "lengths.parquet").read_bytes()[:100])
+    with pytest.raises(sb.LengthsError, match="it is no whole .parquet file"):
+        sb.load_lengths(tmp_path / "cut.parquet")
+
+
+def test_an_npz_of_chosen_columns(tmp_path):
+    np.savez(tmp_path / "all.npz", s=[1, 2], text=["a", "b"])
+    assert sb.load_lengths(tmp_path / "all.npz", columns=["s"]).values.tolist() == [[1], [2]]
+    with pytest.raises(sb.LengthsError, match=r"it has no column 'x', but \['s', 'text'\]"):
+        sb.load_lengths(tmp_path / "all.npz", columns=["x"])
 
 
 def test_an_axis_may_have_any_name(tmp_path):

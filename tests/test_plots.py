@@ -3,7 +3,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 import shapebucket as sb
-from shapebucket.plots import Throughput, plot_plan, plot_throughput
+from shapebucket.plots import Throughput, plot_curve, plot_plan, plot_throughput
 
 
 def test_one_axis_is_a_histogram_with_every_boundary():
@@ -33,6 +33,20 @@ def test_more_axes_are_refused():
     plan = sb.plan_buckets(lengths, batch_size=1)
     with pytest.raises(sb.PlanError, match="a picture is of one or two axes"):
         plot_plan(lengths, plan)
+
+
+def test_a_curve_with_rules_as_points():
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    plan = sb.plan_buckets(lengths, max_buckets=6, batch_size=1)
+    others = {"powers_of_two": sb.plan_by_rule("powers_of_two", lengths, batch_size=1)}
+    (axes,) = plot_curve(plan, others).axes
+    curve, point = axes.lines
+    assert curve.get_ydata().tolist() == list(plan.curve)
+    assert point.get_xdata().tolist() == [len(others["powers_of_two"])]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["plan_buckets", "powers_of_two"]
+    for wrong in ((others["powers_of_two"], None), (plan, {"by hand": sb.BucketPlan(plan.layout, plan.buckets)})):
+        with pytest.raises(sb.PlanError, match="a curve is of plans that were made from lengths"):
+            plot_curve(*wrong)
 
 
 def test_throughput_has_a_panel_a_run_with_its_compiles(tmp_path):

@@ -36,16 +36,37 @@ def test_each_rule_is_what_its_definition_says(rule, boundaries):
 
 def test_geometric_steps_are_tensor2tensors():
     """8, 9, 10, …, 20, 22, 24, 26, 28, 30, 33, …: each the larger of one more and a tenth more, rounded down."""
-    found = rules.geometric(np.array([100]), 0).tolist()
+    found = rules.geometric(np.array([100]), np.ones(1, int), 0).tolist()
     assert found[:12] == [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     assert found[12:20] == [20, 22, 24, 26, 28, 30, 33, 36]
     assert found[-1] == 100
 
 
 def test_alphafold3_ends_with_the_first_size_that_holds_the_longest():
-    assert rules.alphafold3(np.array([600]), 0).tolist() == [128, 256, 384, 512, 768]
-    assert rules.alphafold3(np.array([512]), 0).tolist() == [128, 256, 384, 512]
-    assert rules.alphafold3(np.array([6000]), 0).tolist()[-2:] == [5120, 6000]
+    assert rules.alphafold3(np.array([600]), np.ones(1, int), 0).tolist() == [128, 256, 384, 512, 768]
+    assert rules.alphafold3(np.array([512]), np.ones(1, int), 0).tolist() == [128, 256, 384, 512]
+    assert rules.alphafold3(np.array([6000]), np.ones(1, int), 0).tolist()[-2:] == [5120, 6000]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 8))
+def test_rules_of_counts_are_those_of_the_samples(lengths, max_buckets):
+    """Quantiles and masses of a histogram against NumPy's of the samples."""
+    ordered = np.sort(lengths)
+    distinct, counts = np.unique(ordered, return_counts=True)
+    at = np.ceil(len(ordered) * np.arange(1, max_buckets + 1) / max_buckets - 1e-9).astype(int) - 1
+    assert rules.equal_count(distinct, counts, max_buckets).tolist() == ordered[at].tolist()
+    steps = [np.percentile(ordered, 100 * k / max_buckets, method="lower") for k in range(1, max_buckets + 1)]
+    assert rules.percentile(distinct, counts, max_buckets).tolist() == pytest.approx(steps)
+    mass = np.cumsum(ordered)
+    cut = np.searchsorted(mass, mass[-1] * np.arange(1, max_buckets) / max_buckets)
+    assert rules.equal_mass(distinct, counts, max_buckets).tolist() == [*ordered[cut], ordered[-1]]
+
+
+def test_the_quantile_grid_crosses_the_axes():
+    lengths = {"s": [1, 2, 3, 4], "t": [10, 10, 20, 30]}
+    plan = sb.plan_by_rule("quantile_grid", lengths, sb.Layout({"x": "s", "y": "t"}), max_buckets=4, batch_size=1)
+    assert plan.sizes.tolist() == [[2, 10], [4, 10], [2, 30], [4, 30]]
 
 
 @settings(max_examples=200)
@@ -53,7 +74,7 @@ def test_alphafold3_ends_with_the_first_size_that_holds_the_longest():
 def test_no_rule_of_as_many_buckets_has_less_padding_than_the_plan(lengths, max_buckets, multiple_of):
     options = {"batch_size": 1, "multiple_of": multiple_of}
     for rule in get_args(Rule):
-        if rule == "nemo_2d":
+        if rule in ("nemo_2d", "quantile_grid"):
             continue
         theirs = sb.plan_by_rule(rule, lengths, max_buckets=max_buckets, **options)
         assert (theirs.assign(np.array(lengths)[:, None]) >= 0).all()
@@ -67,9 +88,11 @@ def test_nemos_two_axes_hold_everything_and_cost_no_less_than_the_search():
     layout = sb.Layout({"src": "s", "tgt": "t"})
     theirs = sb.plan_by_rule("nemo_2d", lengths, layout, max_buckets=9, batch_size=1, multiple_of=8)
     ours = sb.plan_buckets(lengths, layout, max_buckets=9, batch_size=1, multiple_of=8)
-    assert len(theirs) <= 9
-    assert theirs.planned.overlong == 0
-    assert ours.planned.padding_fraction < theirs.planned.padding_fraction
+    grid = sb.plan_by_rule("quantile_grid", lengths, layout, max_buckets=9, batch_size=1, multiple_of=8)
+    for rule in (theirs, grid):
+        assert len(rule) <= 9
+        assert rule.planned.overlong == 0
+        assert ours.planned.padding_fraction < rule.planned.padding_fraction
     assert sb.plan_by_rule("pad_to_max", lengths, layout, batch_size=1).planned.padding_fraction == pytest.approx(
         ours.planned.pad_to_max, abs=0.02
     )
@@ -95,6 +118,7 @@ def test_rules_are_aligned_afterwards():
     [
         ("best", [1], r"rule must be boundaries or one of \('pad_to_max', .*, but got 'best'"),
         ("nemo_2d", [1], "nemo_2d is for two axes, but the layout has 1"),
+        ("quantile_grid", [1], "quantile_grid is for several axes; with one it is equal_count"),
         ("equal_mass", {"s": [1], "t": [2]}, "the rule equal_mass is for one axis, but the layout has 2"),
         ([4], {"s": [1], "t": [2]}, "boundaries are for one axis, but the layout has 2"),
         ([0, 4], [1], "a boundary must be a whole number of at least 1, but got 0"),

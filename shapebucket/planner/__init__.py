@@ -1,8 +1,8 @@
 """Planners: from lengths to bucket shapes."""
 
-from shapebucket.planner.boxes import choose_boxes
+from shapebucket.planner.boxes import solve_boxes
 from shapebucket.planner.costs import BatchCost, PolynomialCost, TableCost, count_steps
-from shapebucket.planner.exact import optimal_boundaries
+from shapebucket.planner.exact import optimal_boundaries, solve_boundaries
 from shapebucket.planner.plan import plan_buckets
 from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, to_tf_boundaries
 
@@ -11,11 +11,12 @@ __all__ = [
     "PolynomialCost",
     "Rule",
     "TableCost",
-    "choose_boxes",
     "count_steps",
     "from_tf_boundaries",
     "optimal_boundaries",
     "plan_buckets",
     "plan_by_rule",
+    "solve_boundaries",
+    "solve_boxes",
     "to_tf_boundaries",
 ]

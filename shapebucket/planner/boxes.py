@@ -10,29 +10,34 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shapebucket.buckets import first_that_holds
+from shapebucket.histogram import grouped
+from shapebucket.planner.choices import Choice, Choices, Prices
 from shapebucket.planner.costs import Elements, Floats, Ints
 from shapebucket.planner.exact import optimal_boundaries
 from shapebucket.planner.merge import merge_boxes
 
 _CELLS = 4_000_000  # of the cost matrix, 32 MB
 _RESTARTS = 16
+_SWAPS_ON_THE_WAY = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instance:
     """One problem.
 
     Attributes:
         shapes: distinct shapes of samples, int64 [I, A].
         weights: samples of each, float64 [I].
-        boxes: candidate boxes, int64 [J, A]; one holds all shapes.
+        boxes: candidate boxes, int64 [J, A]; some hold all shapes together.
         prices: what a row of each box costs, float64 [J].
         costs: prices[j] where box j holds shape i, else infinity, float64 [I, J].
+        forced: positions of boxes that must be chosen.
     """
 
     shapes: Ints
@@ -40,15 +45,19 @@ class Instance:
     boxes: Ints
     prices: Floats
     costs: Floats
+    forced: Ints
 
     @classmethod
-    def of(cls, shapes: Ints, weights: npt.ArrayLike, boxes: Ints, elements: Elements) -> Instance:
-        """Makes a problem; the cost matrix follows."""
-        price = elements(boxes).astype(np.float64)
+    def of(cls, shapes: Ints, weights: npt.ArrayLike, price: Prices, forced: Ints) -> Instance:
+        """Makes a problem; the candidates are joint maxima of shapes, and the forced boxes [n, A]."""
+        boxes = np.unique(np.concatenate([grid_boxes(shapes), forced]), axis=0)
+        prices = price(boxes).astype(np.float64)
         holds = np.ones((len(shapes), len(boxes)), bool)
         for axis in range(shapes.shape[1]):
             holds &= shapes[:, axis, None] <= boxes[None, :, axis]
-        return cls(shapes, np.asarray(weights, np.float64), boxes, price, np.where(holds, price[None, :], np.inf))
+        costs = np.where(holds, prices[None, :], np.inf)
+        must = np.flatnonzero(_among(boxes, forced))
+        return cls(shapes, np.asarray(weights, np.float64), boxes, prices, costs, must)
 
     def cost(self, chosen: Ints) -> float:
         """Returns what the samples pay where these boxes are chosen."""
@@ -59,42 +68,86 @@ class Instance:
         holds = (boxes[:, None, :] <= self.boxes[None, :, :]).all(axis=2)
         return np.where(holds, self.prices[None, :], np.inf).argmin(axis=1)
 
+    def with_best_added(self, chosen: Ints) -> Ints:
+        """Returns a choice with one more box: the one that saves most."""
+        least = self.costs[:, chosen].min(axis=1, initial=np.inf)
+        return np.append(chosen, np.argmin(self.weights @ np.minimum(self.costs, least[:, None])))
 
-def choose_boxes(
-    shapes: Ints, counts: Ints, elements: Elements, max_buckets: int, *, seed: int = 0
-) -> tuple[Ints, int]:
+
+def solve_boxes(
+    shapes: Ints, counts: Ints, elements: Elements, price: Prices, max_buckets: int, *, forced: Ints, seed: int = 0
+) -> Choices:
     """Chooses at most K boxes that hold all shapes, by merging, swaps and seeded restarts, and bounds the best possible.
 
     Where there are too many distinct shapes, the search works on shapes rounded up to a grid of exact one-axis boundaries, and
-    the bound on shapes rounded down to one, so that it stays a bound.
+    the bound on shapes rounded down to one, so that it stays a bound. Both are over the candidates of `Instance`: the bound
+    is one for all boxes where no larger box is cheaper.
+
+    The curve is that of the greedy choice (Cornuéjols, Fisher and Nemhauser 1977), each step of which a few swaps improve.
 
     Args:
         shapes: distinct shapes, int64 [I, A].
         counts: samples of each, int64 [I].
-        elements: what a row of a box costs, from int64 [..., A] to int64 [...].
+        elements: that a row of a box computes on, from int64 [..., A] to int64 [...]: what merging starts from.
+        price: what a row of a box costs, from int64 [n, A] to [n].
         max_buckets: K.
+        forced: boxes that must be chosen, int64 [n, A].
         seed: of the restarts.
-
-    Returns:
-        The boxes, int64 [≤ K, A], and a number of elements that no choice of K boxes can go below.
     """
-    up, up_counts = _coarse(shapes, counts, up=True)
-    instance = Instance.of(up, up_counts, grid_boxes(up), elements)
+    instance = Instance.of(*_coarse(shapes, counts, up=True), price, forced)
     most = min(max_buckets, len(instance.boxes))
-    starts = [instance.nearest(merge_boxes(up, up_counts, elements, most))]
-    whole = int(instance.nearest(shapes.max(axis=0)[None, :])[0])
-    rng = np.random.default_rng(seed)
-    for _ in range(_RESTARTS if instance.costs.size <= _CELLS // 8 else _RESTARTS // 4):
-        others = rng.choice(len(instance.boxes), most - 1, replace=False)
-        starts.append(np.append(others, whole))
-    chosen = min((swap_search(instance, start) for start in starts), key=instance.cost)
-    boxes = _shrunk(instance.boxes[np.unique(chosen)], shapes, elements)
-    best = int((counts * _cheapest(boxes, shapes, elements)[1]).sum())
+    whole = instance.nearest(shapes.max(axis=0, keepdims=True))
+    path = [np.union1d(instance.forced, whole) if not _hold_all(instance, instance.forced) else instance.forced]
+    while len(path[-1]) < most:
+        path.append(swap_search(instance, instance.with_best_added(path[-1]), swaps=_SWAPS_ON_THE_WAY))
+    fewest = len(path[0])
+    curve = np.concatenate([np.full(fewest - 1, np.inf), [instance.cost(each) for each in path]])
+
+    def sketch(buckets: int) -> Ints:
+        return instance.boxes[path[max(buckets, fewest) - fewest]]
+
+    def choose(buckets: int) -> Choice:
+        merged = instance.nearest(merge_boxes(instance.shapes, instance.weights.astype(np.int64), elements, buckets))
+        starts = [path[buckets - fewest], _with(instance, merged, buckets)]
+        rng = np.random.default_rng(seed)
+        for _ in range(_RESTARTS if instance.costs.size <= _CELLS // 8 else _RESTARTS // 4):
+            others = rng.choice(len(instance.boxes), buckets - len(path[0]), replace=False)
+            starts.append(np.append(path[0], others))
+        found = [swap_search(instance, start) for start in starts if _hold_all(instance, start)]
+        best = min(found, key=instance.cost)
+        boxes = _shrunk(instance.boxes[np.unique(best)], shapes, price, forced)
+        cost = float(counts @ _cheapest(boxes, shapes, price)[1])
+        return Choice(boxes, cost, _bound(instance, boxes, cost, shapes, counts, price, buckets))
+
+    return Choices(curve, sketch, choose)
+
+
+def _among(boxes: Ints, others: Ints) -> npt.NDArray[np.bool_]:
+    """Returns which boxes [n, A] are among others [m, A]."""
+    return (boxes[:, None] == others[None]).all(axis=2).any(axis=1)
+
+
+def _hold_all(instance: Instance, chosen: Ints) -> bool:
+    """Whether each shape has a box among the chosen ones."""
+    return bool(len(chosen)) and np.isfinite(instance.cost(chosen))
+
+
+def _with(instance: Instance, chosen: Ints, buckets: int) -> Ints:
+    """Returns a choice with the forced boxes in place of some others, so that it holds all shapes with so many boxes."""
+    others = np.setdiff1d(chosen, instance.forced)
+    by_size = others[np.argsort(instance.prices[others])[::-1]]  # the largest holds most
+    return np.append(instance.forced, by_size[: buckets - len(instance.forced)])
+
+
+def _bound(
+    instance: Instance, boxes: Ints, cost: float, shapes: Ints, counts: Ints, price: Prices, buckets: int
+) -> float:
+    """Returns a cost that no choice of so many candidates can go below."""
     down, down_counts = _coarse(shapes, counts, up=False)
-    below = instance if down is up else Instance.of(down, down_counts, grid_boxes(down), elements)
-    bound = lower_bound(below, most, min(float(best), below.cost(below.nearest(boxes))))
-    own = int((counts * elements(shapes)).sum())
-    return boxes, min(best, max(own, int(np.ceil(bound * (1 - 1e-9)))))
+    below = instance if down is shapes else Instance.of(down, down_counts, price, boxes[:0])
+    bound = lower_bound(below, buckets, min(cost, below.cost(below.nearest(boxes))))
+    own = float(counts @ price(shapes))
+    return min(cost, max(own, bound * (1 - 1e-9)))
 
 
 def _coarse(shapes: Ints, counts: Ints, *, up: bool) -> tuple[Ints, Ints]:
@@ -111,30 +164,33 @@ def _coarse(shapes: Ints, counts: Ints, *, up: bool) -> tuple[Ints, Ints]:
         cell = np.searchsorted(sizes[last], shapes[:, axis])
         first = np.concatenate([[0], last[:-1] + 1])
         rounded[:, axis] = sizes[last if up else first][cell]
-    distinct, group = np.unique(rounded, axis=0, return_inverse=True)
-    return distinct, np.bincount(group.reshape(-1), weights=counts).astype(np.int64)
+    return grouped(rounded, counts)
 
 
 def _grid_size(shapes: Ints) -> int:
     return int(np.prod([len(np.unique(shapes[:, axis])) for axis in range(shapes.shape[1])], dtype=np.float64))
 
 
-def _cheapest(boxes: Ints, shapes: Ints, elements: Elements) -> tuple[Ints, Ints]:
-    """Returns the cheapest box that holds each shape, and its price, both int64 [I]."""
-    prices = elements(boxes)
+def _cheapest(boxes: Ints, shapes: Ints, price: Prices) -> tuple[Ints, npt.NDArray[Any]]:
+    """Returns the cheapest box that holds each shape, and its price, both [I]."""
+    prices = price(boxes)
     order = np.argsort(prices, kind="stable")
     found = order[first_that_holds(shapes, boxes[order])]
     return found, prices[found]
 
 
-def _shrunk(boxes: Ints, shapes: Ints, elements: Elements) -> Ints:
-    """Cuts every box to the shapes that go to it, which costs nothing; boxes that hold none go."""
+def _shrunk(boxes: Ints, shapes: Ints, price: Prices, forced: Ints) -> Ints:
+    """Cuts every box to the shapes that go to it, where that costs nothing; boxes that hold none go, unless forced."""
+    boxes = np.unique(boxes, axis=0)
     while True:
-        mine, _ = _cheapest(boxes, shapes, elements)
+        mine, _ = _cheapest(boxes, shapes, price)
         tight = np.zeros_like(boxes)
         np.maximum.at(tight, mine, shapes)
-        tight = np.unique(tight[np.unique(mine)], axis=0)
-        if len(tight) == len(boxes) and (tight == np.unique(boxes, axis=0)).all():
+        used = np.unique(mine)
+        stays = (price(tight[used]) > price(boxes[used])) | _among(boxes[used], forced)
+        tight = np.where(stays[:, None], boxes[used], tight[used])
+        tight = np.unique(np.concatenate([tight, forced]), axis=0)
+        if len(tight) == len(boxes) and (tight == boxes).all():
             return tight
         boxes = tight
 
@@ -157,21 +213,22 @@ def grid_boxes(shapes: Ints) -> Ints:
     return corners[tight]
 
 
-def swap_search(instance: Instance, start: Ints) -> Ints:
+def swap_search(instance: Instance, start: Ints, *, swaps: int | None = None) -> Ints:
     """Exchanges one chosen box for another as long as that helps (Teitz and Bart, Operations Research 16, 1968).
 
-    All K·J exchanges are priced at once, from the cheapest and second cheapest chosen box of every shape.
+    Forced boxes stay. All K·J exchanges are priced at once, from the cheapest and second cheapest chosen box of every shape.
 
     Args:
         instance: the problem.
-        start: chosen boxes, positions [K]; together they hold all shapes.
+        start: chosen boxes, positions [K]; together they hold all shapes, and the forced ones are among them.
+        swaps: the most exchanges.
 
     Returns:
         The improved choice, int64 [K].
     """
     chosen = np.array(start, np.int64)
     weights, costs = instance.weights, instance.costs
-    while True:
+    for _ in itertools.count() if swaps is None else range(swaps):
         mine = costs[:, chosen]
         order = np.argsort(mine, axis=1, kind="stable")[:, :2]
         rows = np.arange(len(mine))
@@ -185,10 +242,12 @@ def swap_search(instance: Instance, start: Ints) -> Ints:
         for k in range(len(chosen)):
             of_k = order[:, 0] == k
             total[k] = kept + weights[of_k] @ lost[of_k]
+        total[np.isin(chosen, instance.forced)] = np.inf
         k, j = divmod(int(np.argmin(total)), len(kept))
         if not total[k, j] < current * (1 - 1e-12):
-            return chosen
+            break
         chosen[k] = j
+    return chosen
 
 
 def lower_bound(instance: Instance, max_buckets: int, best: float, *, steps: int = 300) -> float:

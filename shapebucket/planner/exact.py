@@ -8,16 +8,42 @@ Letters in shapes: `n` candidate boundaries, `K` buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The optimal choices for every number of buckets up to K.
+
+    Attributes:
+        curve: the least cost with at most 1, 2, … K buckets, [≤ K], infinity for fewer than the forced ones need.
+        chosen: from a number of buckets to the positions of the chosen candidates, ascending, int64 [≤ that number].
+    """
+
+    curve: npt.NDArray[Any]
+    chosen: Callable[[int], npt.NDArray[np.int64]]
+
+
 def optimal_boundaries(
     counts: npt.ArrayLike, costs: npt.ArrayLike, max_buckets: int, *, forced: Sequence[int] = ()
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Chooses at most K of n candidate boundaries so that the samples cost least: see `solve_boundaries`.
+
+    Returns:
+        The positions of the chosen candidates, ascending, int64 [≤ K]; and the curve of `Optimum`.
+    """
+    optimum = solve_boundaries(counts, costs, max_buckets, forced=forced)
+    return optimum.chosen(len(optimum.curve)), optimum.curve
+
+
+def solve_boundaries(
+    counts: npt.ArrayLike, costs: npt.ArrayLike, max_buckets: int, *, forced: Sequence[int] = ()
+) -> Optimum:
     """Chooses at most K of n candidate boundaries so that the samples cost least; each goes to the cheapest that holds it.
 
     Candidate j holds its own samples and those of all candidates before it, at `costs[j]` a sample. Where a larger candidate is
@@ -37,8 +63,7 @@ def optimal_boundaries(
         forced: positions of candidates that are chosen whatever they cost.
 
     Returns:
-        The positions of the chosen candidates, ascending, int64 [≤ K]; and the least cost with at most 1, 2, … K buckets,
-        [≤ K], infinity for fewer than the forced ones need.
+        The optimum for each number of buckets up to K.
     """
     weight, price = np.asarray(counts, np.int64), np.asarray(costs)
     lowest = np.minimum.accumulate(price[::-1])[::-1]
@@ -57,14 +82,18 @@ def optimal_boundaries(
     for part in parts[1:]:
         curve, split = _combined(curve, part.curve, max_buckets)
         splits.append(split)
-    left = len(curve)
-    chosen: list[npt.NDArray[np.int64]] = []
-    for start, part, split in zip(starts[:0:-1], parts[:0:-1], splits[::-1], strict=True):
-        own = left - int(split[left - 1])
-        chosen.append(start + part.ends(own))
-        left -= own
-    chosen.append(parts[0].ends(left))
-    return np.unique(first_record[np.concatenate(chosen)]), curve
+
+    def chosen(buckets: int) -> npt.NDArray[np.int64]:
+        left = buckets
+        ends_of_parts: list[npt.NDArray[np.int64]] = []
+        for start, part, split in zip(starts[:0:-1], parts[:0:-1], splits[::-1], strict=True):
+            own = left - int(split[left - 1])
+            ends_of_parts.append(start + part.ends(own))
+            left -= own
+        ends_of_parts.append(parts[0].ends(left))
+        return np.unique(first_record[np.concatenate(ends_of_parts)])
+
+    return Optimum(curve, chosen)
 
 
 def _combined(
@@ -118,7 +147,7 @@ def _with_dear_forced(
     max_buckets: int,
     forced: list[int],
     records: npt.NDArray[np.bool_],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+) -> Optimum:
     """Solves the case that a forced candidate is dearer than a larger one: O(K·n²), over the candidates worth having.
 
     A chosen candidate is active if no larger chosen one is as cheap; samples go to the next active one. From active i to the
@@ -146,18 +175,19 @@ def _with_dear_forced(
             came[1:, j] = came[:-1, j].copy()
     last = int(np.flatnonzero(np.diff(weight) > 0)[-1]) + 1 if weight[-1] else 1
     final = best[:, last:].min(axis=1)
-    used = int(np.argmin(final))
-    j = last + int(np.argmin(best[used, last:]))
-    active: list[int] = []
-    left = used
-    while j:
-        active.append(j - 1)
-        previous = int(came[left, j])
-        left -= not is_forced[j - 1]
-        j = previous
-    chosen = np.union1d(worth[active], forced).astype(np.int64)
-    curve = np.concatenate([np.full(len(forced) - 1, np.inf), np.minimum.accumulate(final)])
-    return chosen, curve
+
+    def chosen(buckets: int) -> npt.NDArray[np.int64]:
+        left = int(np.argmin(final[: buckets - len(forced) + 1]))
+        j = last + int(np.argmin(best[left, last:]))
+        active: list[int] = []
+        while j:
+            active.append(j - 1)
+            previous = int(came[left, j])
+            left -= not is_forced[j - 1]
+            j = previous
+        return np.union1d(worth[active], forced).astype(np.int64)
+
+    return Optimum(np.concatenate([np.full(len(forced) - 1, np.inf), np.minimum.accumulate(final)]), chosen)
 
 
 def _next_row(

@@ -1,23 +1,30 @@
 """plan_buckets: from lengths to a BucketPlan.
 
-Letters in shapes: `N` samples, `A` axes, `G` distinct shapes.
+Letters in shapes: `G` distinct shapes, `A` axes, `n` candidates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.buckets import BucketPlan, Masks
+from shapebucket.buckets import BucketPlan, Lengths, Masks, first_that_holds
 from shapebucket.errors import PlanError
+from shapebucket.histogram import grouped
 from shapebucket.layout import Layout
-from shapebucket.planner.boxes import choose_boxes
+from shapebucket.planner.boxes import solve_boxes
+from shapebucket.planner.choices import Choice, Choices, Prices
 from shapebucket.planner.costs import BatchCost, Ints
-from shapebucket.planner.exact import optimal_boundaries
-from shapebucket.planner.problem import Lengths, Problem, check_positive
+from shapebucket.planner.exact import solve_boundaries
+from shapebucket.planner.problem import Problem, check_positive
+
+Cost = Literal["elements"] | BatchCost
+Include = Sequence[int | Mapping[str, int]]
 
 
 def plan_buckets(
@@ -31,10 +38,12 @@ def plan_buckets(
     batch_multiple_of: int = 1,
     max_batch_size: int | None = None,
     max_size: int | Mapping[str, int] | None = None,
-    include: Sequence[int] = (),
-    cost: Literal["elements"] | BatchCost = "elements",
+    include: Include = (),
+    cost: Cost = "elements",
     compile_cost: float | None = None,
     run_samples: float | None = None,
+    run_tokens: float | None = None,
+    run_steps: float | None = None,
     masks: Masks = "mask",
 ) -> BucketPlan:
     """Chooses the bucket shapes that cost least, by default those that compute on the fewest elements.
@@ -44,7 +53,7 @@ def plan_buckets(
     that no plan of as many buckets can go below.
 
     Args:
-        lengths: what `measure` returned; or arrays [N] of lengths in elements, by axis.
+        lengths: what `measure` returned, or its histogram; or arrays [N] of lengths in elements, by axis.
         layout: which axes vary; taken from `lengths` where they were measured, and "s" alone where neither says.
         max_buckets: the most buckets, so the most executables: 8 if not given, or 64 with `compile_cost`. Fewer are made where
             fewer cost as little.
@@ -56,14 +65,16 @@ def plan_buckets(
             fixed size, which elements do not count.
         max_size: no bucket is larger, in elements; one for all axes or by axis. Longer samples are planned as if they were
             cut there: give the loader `overlong="truncate"`, or `"drop"`.
-        include: boundaries that the plan has whatever they cost (one axis).
-        cost: what a batch costs: `"elements"`, or a function of sizes and batch sizes (one axis): `count_steps`,
-            `PolynomialCost` (attention), `TableCost` (measured seconds), or your own. A size that is no sample's may then be
-            chosen, where it is cheaper.
+        include: boundaries that the plan has whatever they cost: `[512]` for one axis, `[{"s": 64, "t": 128}]` for several.
+        cost: what a batch costs: `"elements"`, or a function of sizes and batch sizes: `count_steps`, `PolynomialCost`
+            (attention), `TableCost` (measured seconds, one axis), or your own. A size that is no sample's may then be chosen,
+            where it is cheaper; with several axes, the candidates are the sizes that samples have.
         compile_cost: what one more bucket costs once, in the unit of `cost` (seconds to compile it, for a cost in seconds;
             elements computed in that time, for elements). The number of buckets is then chosen, up to `max_buckets`, for a run
-            of `run_samples`.
-        run_samples: samples of the run that `compile_cost` is spread over.
+            as long as one of the next three says.
+        run_samples: samples of the run.
+        run_tokens: real elements of the run, padding left out.
+        run_steps: steps of the run. The plan then costs least for each sample seen, as more buckets mean more samples a step.
         masks: see `BucketPlan`.
 
     Returns:
@@ -84,95 +95,161 @@ def plan_buckets(
         max_size=max_size,
         masks=masks,
     )
-    if (compile_cost is None) != (run_samples is None):
-        raise PlanError("compile_cost and run_samples go together: the one is spread over the other")
+    run = _Run.of(compile_cost, run_samples=run_samples, run_tokens=run_tokens, run_steps=run_steps)
     if max_buckets is None:
-        max_buckets = 8 if compile_cost is None else 64
+        max_buckets = 8 if run is None else 64
     check_positive("max_buckets", max_buckets)
-    elements = problem.layout.elements
-    shapes, counts = np.unique(problem.align(problem.values), axis=0, return_counts=True)
-    shapes, counts = shapes[order := np.argsort(elements(shapes), kind="stable")], counts[order]
-    if (np.diff(shapes, axis=0) < 0).any():  # several axes, and not each shape holds all before it
-        if cost != "elements" or len(include) or compile_cost is not None:
-            raise PlanError(
-                "cost, include and compile_cost are for one axis; plan several axes by elements and max_buckets"
-            )
-        sizes, least = choose_boxes(shapes, counts, elements, max_buckets)
-        return problem.plan(sizes, least_elements=least)
-    shapes, counts, forced = _candidates(shapes, counts, problem.step, include, every=cost != "elements")
-    price = _prices(shapes, problem, cost)
-    chosen, curve = _optimum(counts, price, max_buckets, forced, compile_cost, run_samples)
+    if isinstance(cost, str) and cost != "elements":
+        raise PlanError(f'cost must be "elements" or a function of sizes and batch sizes, but got {cost!r}')
+    shapes, counts = grouped(problem.align(problem.shapes), problem.counts)
+    forced = _forced(include, problem)
+    largest = shapes.max(axis=0, keepdims=True)
+    must = forced if (forced >= largest).all(axis=1).any() else np.concatenate([forced, largest])
+    if max_buckets < len(must):
+        raise PlanError(f"max_buckets {max_buckets} is too few: include and the longest sample need {len(must)}")
+
+    def price(sizes: Ints) -> npt.NDArray[Any]:
+        return _prices(sizes, problem, cost)
+
+    dear = ~np.isfinite(price(must))
+    if dear.any():  # the budget does not hold it, as the plan then says, or else its cost is not finite
+        problem.plan(must[dear])
+        raise PlanError(f"the cost of the size {must[dear][0].tolist()} is not finite: a cost table must reach it")
     by_elements = cost == "elements"
+    if shapes.shape[1] == 1:
+        choices = _one_axis(shapes, counts, price, max_buckets, forced, 0 if by_elements else int(problem.step[0]))
+    elif by_elements and not len(forced) and (np.diff(shapes, axis=0) >= 0).all():  # the axes grow together
+        choices = _one_axis(shapes, counts, price, max_buckets, forced, 0)
+    else:
+        choices = solve_boxes(shapes, counts, problem.layout.elements, price, max_buckets, forced=forced)
+    buckets = len(choices.curve) if run is None else run.buckets(choices, problem, price)
+    chosen = choices.choose(buckets)
+    curve = choices.curve.copy()
+    curve[buckets - 1] = min(chosen.cost, curve[buckets - 1])
     return problem.plan(
-        shapes[chosen],
-        row_costs=None if by_elements else price[chosen].tolist(),
-        least_elements=int(curve[len(chosen) - 1]) if by_elements else None,
-        curve=tuple(curve.tolist()),
+        chosen.sizes,
+        row_costs=None if by_elements else price(chosen.sizes).tolist(),
+        least_elements=math.ceil(chosen.bound) if by_elements else None,
+        curve=tuple(np.minimum.accumulate(curve).tolist()),
     )
 
 
-def _candidates(
-    shapes: Ints, counts: Ints, step: Ints, include: Sequence[int], *, every: bool
-) -> tuple[Ints, Ints, list[int]]:
-    """Adds to the shapes of samples those that must be chosen and, if larger ones may be cheaper, every multiple.
+@dataclass(frozen=True)
+class _Run:
+    """What the number of buckets follows from: the cost of one more bucket, and the length of the run.
 
-    Returns:
-        The shapes, samples of each, and the positions of those that must be chosen.
+    Attributes:
+        compile_cost: of a bucket, once.
+        unit: what the length counts.
+        length: of the run.
     """
-    if not len(include) and not every:
-        return shapes, counts, []
-    if shapes.shape[1] != 1:
-        raise PlanError("cost and include are for one axis; plan several axes by elements")
-    for bound in include:
-        check_positive("a boundary of include", bound)
-        if bound % step[0]:
-            raise PlanError(f"the boundary {bound} of include must be a multiple of multiple_of {step[0]}")
-    sizes = np.union1d(shapes[:, 0], np.array(include, np.int64))
-    if every:
-        sizes = np.union1d(sizes, np.arange(step[0], shapes[-1, 0] + 1, step[0]))
-    held = np.zeros(len(sizes), np.int64)
-    held[np.searchsorted(sizes, shapes[:, 0])] = counts
-    return sizes[:, None], held, np.searchsorted(sizes, np.unique(include)).tolist() if len(include) else []
+
+    compile_cost: float
+    unit: Literal["run_samples", "run_tokens", "run_steps"]
+    length: float
+
+    @classmethod
+    def of(cls, compile_cost: float | None, **lengths: float | None) -> _Run | None:
+        """Checks the arguments of `plan_buckets`; returns None where none is given."""
+        given = {name: number for name, number in lengths.items() if number is not None}
+        if compile_cost is None and not given:
+            return None
+        if compile_cost is None or len(given) != 1:
+            raise PlanError(
+                f"compile_cost is spread over one of {', '.join(lengths)}, and each means nothing without the other; got "
+                f"{compile_cost=}, {given}"
+            )
+        ((unit, length),) = given.items()
+        for name, number, least in (("compile_cost", compile_cost, 0), (unit, length, np.nextafter(0, 1))):
+            if not (np.isfinite(number) and number >= least):
+                raise PlanError(
+                    f"{name} must be a number {'of 0 or more' if not least else 'above 0'}, but got {number!r}"
+                )
+        return cls(compile_cost, cast(Any, unit), length)
+
+    def buckets(self, choices: Choices, problem: Problem, price: Prices) -> int:
+        """Returns the number of buckets with which a sample of the run costs least."""
+        numbers = np.arange(1, len(choices.curve) + 1)
+        samples = int(problem.counts.sum())
+        if self.unit == "run_steps":
+            epoch = np.array([_steps(choices.sketch(k), problem, price) for k in numbers.tolist()])
+            epochs = self.length / epoch
+        elif self.unit == "run_tokens":
+            epochs = self.length / int(problem.counts @ problem.layout.elements(problem.shapes))
+        else:
+            epochs = self.length / samples
+        return 1 + int(np.argmin(choices.curve + self.compile_cost * numbers / epochs))
 
 
-def _prices(shapes: Ints, problem: Problem, cost: Literal["elements"] | BatchCost) -> npt.NDArray[Any]:
-    """Returns what a row of each candidate costs, [n]; infinity where the budget holds no row."""
+def _steps(sizes: Ints, problem: Problem, price: Prices) -> float:
+    """Returns the steps of an epoch, remainders left out."""
+    sizes = sizes[np.argsort(price(sizes), kind="stable")]
+    rows = problem.rows(problem.layout.elements(sizes))
+    return float((problem.counts / rows[first_that_holds(problem.shapes, sizes)]).sum())
+
+
+def _one_axis(
+    shapes: Ints, counts: npt.NDArray[np.int64], price: Prices, max_buckets: int, forced: Ints, step: int
+) -> Choices:
+    """Plans exactly where each candidate holds all before it.
+
+    Args:
+        shapes: int64 [G, A], each of which holds all before it.
+        counts: samples of each, int64 [G].
+        price: of a row of each size.
+        max_buckets: K.
+        forced: boundaries that must be chosen.
+        step: every multiple of it up to the longest shape is a candidate too, since a larger one may be cheaper; 0: none.
+    """
+    sizes, held = shapes, counts
+    if step or len(forced):
+        every = np.arange(step, shapes[-1, 0] + 1, step) if step else shapes[:0, 0]
+        sizes = np.unique(np.concatenate([shapes[:, 0], forced[:, 0], every]))[:, None]
+        held = np.zeros(len(sizes), np.int64)
+        held[np.searchsorted(sizes[:, 0], shapes[:, 0])] = counts
+    optimum = solve_boundaries(
+        held, price(sizes), max_buckets, forced=np.searchsorted(sizes[:, 0], forced[:, 0]).tolist()
+    )
+
+    def sketch(buckets: int) -> Ints:
+        return sizes[optimum.chosen(buckets)]
+
+    def choose(buckets: int) -> Choice:
+        cost = optimum.curve[buckets - 1]
+        return Choice(sketch(buckets), cost, cost)
+
+    return Choices(optimum.curve, sketch, choose)
+
+
+def _forced(include: Include, problem: Problem) -> Ints:
+    """Returns the boundaries that must be chosen, int64 [n, A], ascending."""
+    boxes: list[list[int]] = []
+    axes = problem.layout.axes
+    for box in include:
+        sizes = box if isinstance(box, Mapping) else {axes[0]: box}
+        if set(sizes) != set(axes):
+            raise PlanError(f"include has {box!r}: with the axes {axes}, a boundary is a dict with a size for each")
+        for size in sizes.values():
+            check_positive("a boundary of include", size)
+        boxes.append([int(sizes[axis]) for axis in axes])
+        if (np.array(boxes[-1]) % problem.step).any():
+            raise PlanError(
+                f"the boundary {box} of include must be a multiple of multiple_of {problem.layout.named(problem.step)}"
+            )
+    return np.unique(np.array(boxes, np.int64).reshape(-1, len(axes)), axis=0)
+
+
+def _prices(sizes: Ints, problem: Problem, cost: Cost) -> npt.NDArray[Any]:
+    """Returns what a row of each size costs, [n]; infinity where the budget holds no row."""
+    elements = problem.layout.elements(sizes)
     if isinstance(cost, str):
-        if cost != "elements":
-            raise PlanError(f'cost must be "elements" or a function of sizes and batch sizes, but got {cost!r}')
-        return problem.layout.elements(shapes)
-    batch_sizes = problem.rows(problem.layout.elements(shapes))
+        return elements
+    batch_sizes = problem.rows(elements)
     usable = batch_sizes > 0
-    price = np.full(len(shapes), np.inf)
-    price[usable] = np.asarray(cost(shapes[usable], batch_sizes[usable]), np.float64) / batch_sizes[usable]
-    if np.isnan(price).any() or (price < 0).any():
-        first = int(np.argmax(np.isnan(price) | (price < 0)))
-        raise PlanError(f"the cost of a batch of size {shapes[first].tolist()} is {price[first]}: costs are 0 or more")
-    if not np.isfinite(price[-1]) and usable[-1]:
-        raise PlanError(f"the cost of the largest size, {shapes[-1].tolist()}, is not finite: a table must reach it")
+    price = np.full(len(sizes), np.inf)
+    price[usable] = np.asarray(cost(sizes[usable], batch_sizes[usable]), np.float64) / batch_sizes[usable]
+    wrong = np.isnan(price) | (price < 0)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise PlanError(f"the cost of a batch of size {sizes[first].tolist()} is {price[first]}: costs are 0 or more")
     return price
-
-
-def _optimum(
-    counts: Ints,
-    price: npt.NDArray[Any],
-    max_buckets: int,
-    forced: list[int],
-    compile_cost: float | None,
-    run_samples: float | None,
-) -> tuple[Ints, npt.NDArray[Any]]:
-    """Returns the chosen candidates and the curve of least costs; the number of buckets as `compile_cost` says."""
-    need = len(forced) + (0 if forced and forced[-1] == len(price) - 1 else 1)
-    if max_buckets < need:
-        raise PlanError(f"max_buckets {max_buckets} is too few: include and the longest sample need {need}")
-    if not np.isfinite(price[-1]):  # the caller says which budget would do
-        return np.array([len(price) - 1]), np.zeros(1)
-    chosen, curve = optimal_boundaries(counts, price, max_buckets, forced=forced)
-    if compile_cost is None or run_samples is None:
-        return chosen, curve
-    for name, number in (("compile_cost", compile_cost), ("run_samples", run_samples)):
-        if not (np.isfinite(number) and number >= 0):
-            raise PlanError(f"{name} must be a number of 0 or more, but got {number!r}")
-    total = curve * (run_samples / counts.sum()) + compile_cost * np.arange(1, len(curve) + 1)
-    best = int(np.argmin(total)) + 1
-    return optimal_boundaries(counts, price, best, forced=forced)[0], curve

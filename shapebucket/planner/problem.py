@@ -1,6 +1,6 @@
 """Problem: lengths, layout and the rules that every planner shares, and the plan that boxes make of them.
 
-Letters in shapes: `N` samples, `A` axes, `n` boxes.
+Letters in shapes: `G` distinct shapes, `A` axes, `n` boxes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.buckets import Bucket, BucketPlan, Masks
+from shapebucket.buckets import Bucket, BucketPlan, Lengths, Masks, histogram_of
 from shapebucket.errors import PlanError
+from shapebucket.histogram import LengthHistogram, grouped
 from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
 from shapebucket.planner.costs import Ints
-
-Lengths = LengthTable | npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +26,9 @@ class Problem:
 
     Attributes:
         layout: which axes vary, with the dtypes that were measured.
-        table: the lengths.
-        values: those of the samples that are there, cut at the largest size, int64 [N, A].
+        lengths: of all samples.
+        shapes: the distinct ones, cut at the largest size, int64 [G, A].
+        counts: samples of each, int64 [G].
         step: every size is a multiple of it, int64 [A].
         rows: from a row's elements [n] to the rows of a batch [n]; 0 where the budget holds none.
         token_budget: for messages.
@@ -37,8 +37,9 @@ class Problem:
     """
 
     layout: Layout
-    table: LengthTable
-    values: Ints
+    lengths: LengthHistogram
+    shapes: Ints
+    counts: Ints
     step: Ints
     rows: Callable[[Ints], Ints]
     token_budget: int | None
@@ -62,9 +63,9 @@ class Problem:
         """Checks the arguments of `plan_buckets` that every planner shares; raises what it documents."""
         layout = _layout_of(lengths, layout)
         layout.require_axes()
-        table = LengthTable.of(lengths, layout.axes)
-        values = table.values[table.present].astype(np.int64)
-        if not len(values):
+        histogram = histogram_of(lengths, layout.axes)
+        shapes, counts = histogram.shapes.astype(np.int64), histogram.counts
+        if not len(shapes):
             raise PlanError("there are no lengths to plan from")
         step = _by_axis("multiple_of", multiple_of, layout.axes, 1)
         if max_size is not None:
@@ -72,9 +73,9 @@ class Problem:
             capped = limit < np.iinfo(np.int64).max
             if (limit[capped] % step[capped]).any():
                 raise PlanError(f"max_size {max_size} must be a multiple of multiple_of {multiple_of}")
-            values = np.minimum(values, limit)
+            shapes, counts = grouped(np.minimum(shapes, limit), counts)
         rows = _rows_rule(batch_size, token_budget, batch_multiple_of, max_batch_size)
-        return cls(layout, table, values, step, rows, token_budget, batch_multiple_of, masks)
+        return cls(layout, histogram, shapes, counts, step, rows, token_budget, batch_multiple_of, masks)
 
     def align(self, sizes: Ints) -> Ints:
         """Rounds sizes up to the multiples that hold them, int64 [..., A]."""
@@ -106,7 +107,7 @@ class Problem:
             for each, rows in zip(sizes.tolist(), batch_sizes.tolist(), strict=True)
         ]
         plan = BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs)
-        return replace(plan, planned=replace(plan.report(self.table), **facts))
+        return replace(plan, planned=replace(plan.report(self.lengths), **facts))
 
 
 def check_positive(name: str, number: int) -> None:
@@ -115,11 +116,12 @@ def check_positive(name: str, number: int) -> None:
         raise PlanError(f"{name} must be a whole number of at least 1, but got {number!r}")
 
 
-def _layout_of(lengths: object, layout: Layout | None) -> Layout:
+def _layout_of(lengths: Lengths, layout: Layout | None) -> Layout:
     """Returns the layout to plan for: the given one, with the dtypes that were measured."""
-    measured = lengths.layout if isinstance(lengths, LengthTable) else None
+    known = isinstance(lengths, LengthTable | LengthHistogram)
+    measured = lengths.layout if known else None
     if layout is None:
-        axes = lengths.axes if isinstance(lengths, LengthTable) else lengths if isinstance(lengths, Mapping) else ("s",)
+        axes = lengths.axes if known else lengths if isinstance(lengths, Mapping) else ("s",)
         return measured or Layout({axis: axis for axis in cast(Iterable[str], axes)})
     if measured is None:
         return layout

@@ -1,21 +1,24 @@
 """The rules by which others choose boundaries, as planners of the same interface: to compare with, and to migrate from.
 
-Each is written from its definition, and takes the lengths that are to be held (cut and present), int64 [N], and the number of
-buckets; it returns inclusive boundaries, ascending, not yet aligned. Several ignore the number of buckets: that is their rule.
+Each is written from its definition, and takes the distinct lengths that are to be held, int64 [G] ascending, how many samples
+have each, int64 [G], and the number of buckets; it returns inclusive boundaries, ascending, not yet aligned. Several ignore the
+number of buckets: that is their rule.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
-from shapebucket.buckets import BucketPlan, Masks
+from shapebucket.buckets import BucketPlan, Lengths, Masks
 from shapebucket.errors import PlanError
+from shapebucket.histogram import grouped
 from shapebucket.layout import Layout
 from shapebucket.planner.costs import Ints
-from shapebucket.planner.problem import Lengths, Problem, check_positive
+from shapebucket.planner.problem import Problem, check_positive
 
 Rule = Literal[
     "pad_to_max",
@@ -29,48 +32,51 @@ Rule = Literal[
     "powers_of_two",
     "alphafold3",
     "nemo_2d",
+    "quantile_grid",
 ]
 _ALPHAFOLD3 = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 4608, 5120)
 
 
-def equal_count(lengths: Ints, max_buckets: int) -> Ints:
+def equal_count(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the sorted lengths into parts of equally many samples: quantiles."""
-    ordered = np.sort(lengths)
-    return ordered[np.ceil(len(ordered) * np.arange(1, max_buckets + 1) / max_buckets).astype(np.int64) - 1]
+    samples = int(counts.sum())
+    return _ordered(lengths, counts, [-(-samples * k // max_buckets) - 1 for k in range(1, max_buckets + 1)])
 
 
-def equal_mass(lengths: Ints, max_buckets: int) -> Ints:
+def equal_mass(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the sorted lengths into parts of equal total length, as lhotse's DynamicBucketingSampler does."""
-    ordered = np.sort(lengths)
-    mass = np.cumsum(ordered)
+    mass = np.cumsum(lengths * counts)
     at = np.searchsorted(mass, mass[-1] * np.arange(1, max_buckets) / max_buckets)
-    return np.append(ordered[at], ordered[-1])
+    return np.append(lengths[at], lengths[-1])
 
 
-def percentile(lengths: Ints, max_buckets: int) -> Ints:
+def percentile(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Takes lower percentiles at equal steps, as fairseq's `--num-batch-buckets` does."""
-    steps = np.linspace(0, 100, max_buckets + 1)[1:]
-    return np.percentile(lengths, steps, method="lower").astype(np.int64)
+    last = int(counts.sum()) - 1
+    return _ordered(lengths, counts, [last * k // max_buckets for k in range(1, max_buckets + 1)])
 
 
-def constant_width(lengths: Ints, max_buckets: int) -> Ints:
+def constant_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the range from the shortest to the longest into equal widths, as gluon-nlp's ConstWidthBucket does."""
+    del counts
     return _by_widths(lengths, np.ones(max_buckets))
 
 
-def linear_width(lengths: Ints, max_buckets: int) -> Ints:
+def linear_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the range into widths that grow by equal steps, as gluon-nlp's LinearWidthBucket does."""
+    del counts
     return _by_widths(lengths, np.arange(1.0, max_buckets + 1))
 
 
-def exponential_width(lengths: Ints, max_buckets: int) -> Ints:
+def exponential_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the range into widths that grow by a factor of 1.1, as gluon-nlp's ExpWidthBucket does."""
+    del counts
     return _by_widths(lengths, 1.1 ** np.arange(max_buckets))
 
 
-def geometric(lengths: Ints, max_buckets: int) -> Ints:
+def geometric(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Steps from 8 by x ← max(x + 1, ⌊1.1·x⌋), as tensor2tensor does; as many buckets as that takes."""
-    del max_buckets
+    del counts, max_buckets
     sizes = [8]
     while sizes[-1] < lengths.max():
         sizes.append(max(sizes[-1] + 1, int(sizes[-1] * 1.1)))
@@ -78,25 +84,26 @@ def geometric(lengths: Ints, max_buckets: int) -> Ints:
     return np.array(sizes, np.int64)
 
 
-def powers_of_two(lengths: Ints, max_buckets: int) -> Ints:
+def powers_of_two(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Takes the powers of two from 16 up, as vLLM's TPU backend does; as many buckets as that takes."""
-    del max_buckets
+    del counts, max_buckets
     return 2 ** np.arange(4, max(4, int(np.ceil(np.log2(max(1, lengths.max()))))) + 1, dtype=np.int64)
 
 
-def alphafold3(lengths: Ints, max_buckets: int) -> Ints:
+def alphafold3(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Takes AlphaFold 3's fixed list of 128 to 5,120, as far as it is needed, and the longest sample where it is beyond."""
-    del max_buckets
+    del counts, max_buckets
     longest = int(lengths.max())
     last = next((size for size in _ALPHAFOLD3 if size >= longest), longest)
     return np.array([*(size for size in _ALPHAFOLD3 if size < longest), last], np.int64)
 
 
-def nemo_2d(lengths: Ints, max_buckets: int) -> Ints:
+def nemo_2d(shapes: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the first axis by equal mass, then the second within each part, as NeMo's two-dimensional bucketing does.
 
     Args:
-        lengths: int64 [N, 2].
+        shapes: int64 [G, 2].
+        counts: samples of each, int64 [G].
         max_buckets: split into ⌈√K⌉ … parts of the first axis, and as many of the second as then fit.
 
     Returns:
@@ -104,15 +111,34 @@ def nemo_2d(lengths: Ints, max_buckets: int) -> Ints:
     """
     outer = max(1, int(np.ceil(np.sqrt(max_buckets))))
     inner = max(1, max_buckets // outer)
-    first = np.unique(equal_mass(lengths[:, 0], outer))
-    part = np.searchsorted(first, lengths[:, 0])
-    boxes = [
-        (int(first[p]), int(t)) for p in np.unique(part) for t in np.unique(equal_mass(lengths[part == p, 1], inner))
-    ]
+    first = np.unique(equal_mass(*_along(shapes, counts, 0), outer))
+    part = np.searchsorted(first, shapes[:, 0])
+    boxes: list[tuple[int, int]] = []
+    for p in np.unique(part):
+        here = part == p
+        second = np.unique(equal_mass(*_along(shapes[here], counts[here], 1), inner))
+        boxes += [(int(first[p]), int(t)) for t in second]
     return np.array(boxes, np.int64)
 
 
-_ONE_AXIS: dict[str, Callable[[Ints, int], Ints]] = {
+def quantile_grid(shapes: Ints, counts: Ints, max_buckets: int) -> Ints:
+    """Crosses quantiles of each axis: what one would write by hand for several axes.
+
+    Args:
+        shapes: int64 [G, A].
+        counts: samples of each, int64 [G].
+        max_buckets: each axis is cut into ⌊K^(1/A)⌋ parts.
+
+    Returns:
+        Boxes, int64 [≤ K, A].
+    """
+    axes = shapes.shape[1]
+    parts = int(max_buckets ** (1 / axes) + 1e-9)
+    levels = [np.unique(equal_count(*_along(shapes, counts, axis), parts)) for axis in range(axes)]
+    return np.array(list(itertools.product(*levels)), np.int64)
+
+
+_ONE_AXIS: dict[str, Callable[[Ints, Ints, int], Ints]] = {
     function.__name__: function
     for function in (
         equal_count,
@@ -147,7 +173,7 @@ def plan_by_rule(
     Args:
         rule: its name; or inclusive boundaries of your own, to which the longest sample is added where it is beyond them.
         lengths: see `plan_buckets`.
-        layout: see `plan_buckets`; rules are for one axis, but for `pad_to_max` (any) and `nemo_2d` (two).
+        layout: see `plan_buckets`; rules are for one axis, but for `nemo_2d` (two), `quantile_grid` (several), `pad_to_max` (any).
         max_buckets: for the rules that heed it.
         batch_size: see `plan_buckets`.
         token_budget: see `plan_buckets`.
@@ -173,20 +199,24 @@ def plan_by_rule(
         max_size=max_size,
         masks=masks,
     )
-    values = np.maximum(problem.values, 1)
-    axes = values.shape[1]
+    shapes, counts = grouped(np.maximum(problem.shapes, 1), problem.counts)
+    axes = shapes.shape[1]
     if not isinstance(rule, str):
-        sizes = _given(rule, values)
+        sizes = _given(rule, shapes)
     elif rule == "pad_to_max":
-        sizes = values.max(axis=0, keepdims=True)
+        sizes = shapes.max(axis=0, keepdims=True)
+    elif rule == "quantile_grid":
+        if axes == 1:
+            raise PlanError("quantile_grid is for several axes; with one it is equal_count")
+        sizes = quantile_grid(shapes, counts, max_buckets)
     elif rule == "nemo_2d":
         if axes != 2:
             raise PlanError(f"nemo_2d is for two axes, but the layout has {axes}")
-        sizes = nemo_2d(values, max_buckets)
+        sizes = nemo_2d(shapes, counts, max_buckets)
     elif rule in _ONE_AXIS:
         if axes != 1:
             raise PlanError(f"the rule {rule} is for one axis, but the layout has {axes}")
-        sizes = _ONE_AXIS[rule](values[:, 0], max_buckets)[:, None]
+        sizes = _ONE_AXIS[rule](shapes[:, 0], counts, max_buckets)[:, None]
     else:
         raise PlanError(f"rule must be boundaries or one of {get_args(Rule)}, but got {rule!r}")
     return problem.plan(np.unique(problem.align(sizes), axis=0))
@@ -214,13 +244,24 @@ def to_tf_boundaries(plan: BucketPlan) -> list[int]:
     return [int(size) + 1 for size in np.sort(plan.sizes[:, 0])[:-1]]
 
 
-def _given(boundaries: Sequence[int], values: Ints) -> Ints:
+def _along(shapes: Ints, counts: Ints, axis: int) -> tuple[Ints, Ints]:
+    """Returns the distinct lengths on one axis, and samples of each."""
+    lengths, held = grouped(shapes[:, [axis]], counts)
+    return lengths[:, 0], held
+
+
+def _ordered(lengths: Ints, counts: Ints, positions: Sequence[int]) -> Ints:
+    """Returns the lengths at positions of all samples in ascending order."""
+    return lengths[np.searchsorted(np.cumsum(counts), positions, side="right")]
+
+
+def _given(boundaries: Sequence[int], shapes: Ints) -> Ints:
     for bound in boundaries:
         check_positive("a boundary", bound)
-    if values.shape[1] != 1:
-        raise PlanError(f"boundaries are for one axis, but the layout has {values.shape[1]}")
+    if shapes.shape[1] != 1:
+        raise PlanError(f"boundaries are for one axis, but the layout has {shapes.shape[1]}")
     sizes = np.array(sorted(boundaries), np.int64)
-    longest = int(values.max())
+    longest = int(shapes.max())
     return (sizes if len(sizes) and sizes[-1] >= longest else np.append(sizes, longest))[:, None]
 
 
