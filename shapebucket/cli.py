@@ -254,7 +254,8 @@ def _compare(options: argparse.Namespace) -> None:
         from shapebucket.plots import plot_curve
 
         most = max(map(len, [ours, *rules.values()]))
-        plot_curve(plan_buckets(lengths, **{**arguments, "max_buckets": most}), rules).savefig(options.plot, dpi=150)
+        arguments["max_buckets"] = most
+        plot_curve(plan_buckets(lengths, **arguments), rules).savefig(options.plot, dpi=150)
     facts = _side_by_side({"shapebucket": ours, **rules})
     if options.json:
         print(json.dumps({"rules": facts, "left_out": left_out}))
