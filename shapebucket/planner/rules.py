@@ -173,7 +173,7 @@ def plan_by_rule(
     Args:
         rule: its name; or inclusive boundaries of your own, to which the longest sample is added where it is beyond them.
         lengths: see `plan_buckets`.
-        layout: see `plan_buckets`; `nemo_2d` is for two axes, `quantile_grid` for several, `pad_to_max` for any, others for one.
+        layout: see `plan_buckets`; `nemo_2d` takes two axes, `quantile_grid` several, `pad_to_max` any, the others one.
         max_buckets: for the rules that heed it.
         batch_size: see `plan_buckets`.
         token_budget: see `plan_buckets`.
