@@ -16,17 +16,19 @@ if TYPE_CHECKING:
         MissingExtraError,
         OverlongError,
         PlanError,
+        ProcessError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
         StateError,
         StepError,
     )
+    from shapebucket.global_batch import make_global
     from shapebucket.histogram import LengthHistogram
     from shapebucket.layout import Feature, Layout
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
-    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
+    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, LockstepIterDataset
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
@@ -50,17 +52,19 @@ _MODULES = {
         "MissingExtraError",
         "OverlongError",
         "PlanError",
+        "ProcessError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
         "StateError",
         "StepError",
     ),
+    "global_batch": ("make_global",),
     "layout": ("Feature", "Layout"),
     "histogram": ("LengthHistogram",),
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
-    "loading": ("BucketedIterDataset", "BucketedMapDataset"),
+    "loading": ("BucketedIterDataset", "BucketedMapDataset", "LockstepIterDataset"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
@@ -95,11 +99,13 @@ __all__ = [
     "LengthTable",
     "LengthsError",
     "LoaderReport",
+    "LockstepIterDataset",
     "MissingExtraError",
     "OverlongError",
     "PlanError",
     "PlanReport",
     "PolynomialCost",
+    "ProcessError",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -112,6 +118,7 @@ __all__ = [
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
+    "make_global",
     "measure",
     "pad",
     "plan_buckets",

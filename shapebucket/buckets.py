@@ -446,6 +446,23 @@ class BucketPlan:
         planned = self.planned if layout.axis_sets == self.layout.axis_sets else None
         return replace(self, layout=layout, buckets=buckets, planned=planned)
 
+    def per_process(self, count: int) -> BucketPlan:
+        """Returns the plan of one process's part of each batch: the same buckets with a share of the rows.
+
+        Args:
+            count: the parts that each batch is dealt into.
+
+        Raises:
+            PlanError: if a bucket's rows cannot be dealt evenly.
+        """
+        for bucket in self.buckets:
+            if count < 1 or bucket.batch_size % count:
+                raise PlanError(
+                    f"{bucket} has {bucket.batch_size} rows, which cannot be dealt evenly to {count} processes: plan with "
+                    "batch_multiple_of= the number of devices of all processes together"
+                )
+        return replace(self, buckets=[replace(each, batch_size=each.batch_size // count) for each in self.buckets])
+
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values; `from_json` takes them back."""
         planned = self.planned

@@ -94,6 +94,10 @@ class ScheduleError(ShapebucketError, ValueError):
     """A schedule that cannot be made, or a data set that does not match the lengths it was planned from."""
 
 
+class ProcessError(ShapebucketError, ValueError):
+    """Processes that would not be in step: a part of a batch that cannot be, or loaders that do not know of each other."""
+
+
 class StateError(ShapebucketError, ValueError):
     """An iterator state that belongs to another plan, configuration or data set."""
 

@@ -16,6 +16,7 @@ from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import OverlongError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies
+from shapebucket.processes import Shard, ShardLike
 
 _EPOCHS_KEPT = 2
 
@@ -24,7 +25,7 @@ class ScheduledBatch(NamedTuple):
     """One batch before its samples are read.
 
     Attributes:
-        bucket: its shape.
+        bucket: its shape; of a process's part, with the rows of that part.
         indices: which samples fill its rows, int32 or int64 [n], n ≤ bucket.batch_size; the other rows are padding.
     """
 
@@ -61,6 +62,10 @@ class Schedule:
     the unfilled rows of larger buckets, nearest first, where it fits entirely; the remaining partial batches come last. The
     number of batches is the same in every epoch, and batch i of epoch e is number `e * len(schedule) + i`.
 
+    Several processes share one schedule by `shard=`. A plan's batch sizes are those of the whole batch, over all processes,
+    so batches and their number do not depend on how many there are, and a run goes on from its step on another number
+    of them. Row r of a batch goes to process r mod count; each has the same bucket at each step, and each sample is in one.
+
     It is a plain sequence over integers: the batch sampler of any framework's loader. An epoch is computed when it is
     first asked for, in one pass over the samples; threads may share a schedule, and a pickled one carries no epoch.
     """
@@ -74,6 +79,7 @@ class Schedule:
         shuffle: bool = True,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
+        shard: ShardLike = None,
     ) -> None:
         """Plans the epochs.
 
@@ -86,15 +92,21 @@ class Schedule:
                 `"drop"` leaves its samples out of this epoch.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` (the loader cuts it to the
                 bucket that keeps most of it), or `"drop"`.
+            shard: the part of each batch that this process makes, (index, count), dealt from batches of all of them; `"jax"`
+                for JAX's processes, as they are when the schedule is made; None for whole batches.
 
         Raises:
             OverlongError: if a sample fits no bucket and the policy is `"error"`.
+            PlanError: if a bucket's rows cannot be dealt evenly.
+            ProcessError: for a shard that cannot be.
             ScheduleError: for a policy that does not exist, or if no batch is left.
         """
         check_policies(remainder, overlong)
         if not isinstance(seed, int | np.integer) or seed < 0:
             raise ScheduleError(f"the seed must be a non-negative integer, but got {seed!r}")
         self.plan = plan
+        self.shard = Shard.of(shard)
+        self._own = plan.per_process(self.shard.count)
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
         self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
         present = self.lengths.present
@@ -146,10 +158,10 @@ class Schedule:
         epoch = self._epoch(number)
         start = epoch.starts[at]
         rows = epoch.rows[start : start + epoch.counts[at]]
-        return ScheduledBatch(self.plan.buckets[epoch.buckets[at]], rows)
+        return ScheduledBatch(self._own.buckets[epoch.buckets[at]], rows[self.shard.index :: self.shard.count])
 
     def report(self, epoch: int = 0) -> LoaderReport:
-        """Counts what becomes of every sample in an epoch."""
+        """Counts what becomes of every sample in an epoch, over all processes."""
         this = self._epoch(epoch)
         bucket_of_row = np.repeat(this.buckets, this.counts)
         within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)

@@ -11,6 +11,7 @@ EVERY = [
     errors.PlanError("problem"),
     errors.OverlongError({"s": 5}, "[2 × s=4]", sample=1, count=2),
     errors.ScheduleError("problem"),
+    errors.ProcessError("problem"),
     errors.StateError("problem"),
     errors.StepError("problem"),
     errors.SignatureError("problem", ["tokens: this received, that expected"]),

@@ -14,6 +14,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
 from shapebucket.padding import Row, pad_rows
+from shapebucket.processes import require_one_process
 from shapebucket.schedule import promote
 
 _ANCHOR_EVERY = 16
@@ -40,6 +41,7 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
         max_wait: int | None = None,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
+        lockstep: bool = False,
     ) -> None:
         """Makes the stage; reads nothing.
 
@@ -52,8 +54,11 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
             remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
                 samples out.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
+            lockstep: says that a `LockstepIterDataset` comes behind. Must be True where several JAX processes run, since
+                streams on their own fall out of step.
 
         Raises:
+            ProcessError: if several JAX processes run and `lockstep` is False.
             ScheduleError: for a policy that does not exist, or a `max_wait` below 1.
             LayoutError: if the plan does not know the dtypes.
         """
@@ -68,6 +73,12 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
         if max_wait is not None and max_wait < 1:
             raise ScheduleError(f"max_wait must be at least 1 sample, or None, but got {max_wait}")
         plan.batch_spec(plan.buckets[0])
+        if not lockstep:
+            require_one_process(
+                "each would stream batches of its own",
+                'Use BucketedMapDataset(shard="jax") where lengths can be known in advance; or say lockstep=True and put a '
+                "LockstepIterDataset behind",
+            )
         self.plan = plan
         self.max_wait = max_wait
         self.remainder: Remainder = remainder

@@ -15,6 +15,7 @@ from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
 from shapebucket.padding import Row, pad_rows
+from shapebucket.processes import ShardLike, require_one_process
 from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
 
@@ -27,6 +28,9 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
     Which samples form which batch is known before any is read (see `Schedule`), so the state of an iterator is one
     integer, and the order does not depend on threads or worker processes. Epoch e of the parent feeds epoch e of the
     loader, so `random_map` before it draws anew; shuffling before it does not work, and is found out: shuffle here.
+
+    In several JAX processes, `shard="jax"` keeps all in step without a word between them: each makes its rows of the same
+    batches, and reads only those samples (see `Schedule`, and `make_global` for what comes next).
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         shuffle: bool = True,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
+        shard: ShardLike = None,
     ) -> None:
         """Plans the epochs; reads a few samples, to warn if they have not the given lengths in a second epoch.
 
@@ -51,9 +56,14 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             remainder: `"pad"` fills the partial batches at the end of an epoch with masked rows, `"drop"` leaves their
                 samples out.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
+            shard: the rows of each batch that this process makes, (index, count), or `"jax"` for JAX's processes. A bucket's
+                batch size is that of all processes together. Must be given where several JAX processes run; `(0, 1)`
+                for whole batches.
 
         Raises:
             OverlongError: if a sample fits no bucket and the policy is `"error"`.
+            PlanError: if a bucket's rows cannot be dealt evenly to the processes.
+            ProcessError: for a shard that cannot be, or none where several JAX processes run.
             ScheduleError: if `lengths` is not of this data set, or no batch can be made.
             LayoutError: if the plan does not know the dtypes, or a sample does not fit the layout.
         """
@@ -65,7 +75,20 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         super().__init__(parent)
         check_plan(plan)
         plan.batch_spec(plan.buckets[0])
-        self.schedule = Schedule(lengths, plan, seed=seed, shuffle=shuffle, remainder=remainder, overlong=overlong)
+        if shard is None:
+            require_one_process(
+                "each would make batches of its own",
+                'Say shard="jax" to deal each batch to them, or shard=(0, 1) where each is meant to make the whole batch',
+            )
+        self.schedule = Schedule(
+            lengths,
+            plan,
+            seed=seed,
+            shuffle=shuffle,
+            remainder=remainder,
+            overlong=overlong,
+            shard=shard,
+        )
         if len(parent) != len(self.schedule.lengths):
             raise ScheduleError(
                 f"the data set has {len(parent):,} elements, but lengths of {len(self.schedule.lengths):,} were given: measure "
@@ -103,7 +126,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         return self.schedule.plan
 
     def report(self, epoch: int = 0) -> LoaderReport:
-        """Counts what becomes of every sample in an epoch; print it."""
+        """Counts what becomes of every sample in an epoch, over all processes, as planned; print it."""
         return self.schedule.report(epoch)
 
     def __len__(self) -> int:
@@ -132,7 +155,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         """Reads samples, and checks that they have the lengths they were measured with."""
         rows = [self._row(number, offset) for number in indices.tolist()]
         expected = self.schedule.lengths.values[indices]
-        if not np.array_equal([row.lengths for row in rows], expected):
+        if not np.array_equal(np.reshape([row.lengths for row in rows], expected.shape), expected):
             raise self._changed(indices, rows, expected)
         return rows
 
