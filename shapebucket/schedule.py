@@ -77,6 +77,7 @@ class Schedule:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        shuffle_batches: int | None = None,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
         shard: ShardLike = None,
@@ -88,6 +89,9 @@ class Schedule:
             plan: the buckets.
             seed: of the order of samples, a non-negative integer.
             shuffle: whether the order is random, another one each epoch; else the data set's own.
+            shuffle_batches: a number of batches: each run of so many is put into random order, another one each epoch, after
+                the batches are formed. For data in an order of its own (`shuffle=False`), where lengths may come sorted;
+                batches of shuffled samples are more evenly mixed without it. None: the order in which they fill.
             remainder: what becomes of a partial batch at the end of an epoch: `"pad"` fills it with padding rows,
                 `"drop"` leaves its samples out of this epoch.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` (the loader cuts it to the
@@ -104,11 +108,14 @@ class Schedule:
         check_policies(remainder, overlong)
         if not isinstance(seed, int | np.integer) or seed < 0:
             raise ScheduleError(f"the seed must be a non-negative integer, but got {seed!r}")
+        if shuffle_batches is not None and (not isinstance(shuffle_batches, int | np.integer) or shuffle_batches < 1):
+            raise ScheduleError(f"shuffle_batches must be a number of batches, or None, but got {shuffle_batches!r}")
         self.plan = plan
         self.shard = Shard.of(shard)
         self._own = plan.per_process(self.shard.count)
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
         self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
+        self.shuffle_batches = shuffle_batches
         present = self.lengths.present
         fits = plan.assign(self.lengths.values)
         too_long = np.flatnonzero(present & (fits < 0))
@@ -186,8 +193,15 @@ class Schedule:
             if number not in self._epochs:
                 while len(self._epochs) >= _EPOCHS_KEPT:
                     del self._epochs[next(iter(self._epochs))]
-                self._epochs[number] = self._compute(number)
+                epoch = self._compute(number)
+                self._epochs[number] = self._mixed(epoch, number, window) if (window := self.shuffle_batches) else epoch
             return self._epochs[number]
+
+    def _mixed(self, epoch: _Epoch, number: int, window: int) -> _Epoch:
+        """Returns an epoch with its batches shuffled within windows of so many."""
+        order = _permutation(self._length, self.seed, number, purpose=1)
+        order = order[np.argsort(order // window, kind="stable")]
+        return _Epoch(epoch.rows, *(each[order] for each in (epoch.starts, epoch.counts, epoch.buckets)))
 
     def _compute(self, number: int) -> _Epoch:
         order = self._kept[_permutation(len(self._kept), self.seed, number)] if self.shuffle else self._kept
@@ -246,11 +260,12 @@ def promote(rest: Sequence[int], plan: BucketPlan) -> list[Partial]:
     return list(partial.values())
 
 
-def _permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Returns a random order that depends on its arguments alone.
+def _permutation(length: int, seed: int, epoch: int, *, purpose: int = 0) -> npt.NDArray[np.int64]:
+    """Returns a random order that depends on its arguments alone; one for each purpose.
 
     NumPy promises a stable stream for its bit generators, not for `Generator.permutation` (NEP 19); a run that resumes
     under another NumPy must see the same batches.
     """
-    keys = np.random.PCG64DXSM(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    entropy = np.random.SeedSequence([seed, epoch], spawn_key=(purpose,) if purpose else ())
+    keys = np.random.PCG64DXSM(entropy).random_raw(length)
     return np.argsort(keys, kind="stable")

@@ -272,16 +272,18 @@ def plans(draw, count):
     st.sampled_from([1, 2, 3, 4, 8]),
     st.integers(0, 3),
     st.booleans(),
+    st.sampled_from([None, 1, 3, 100]),
     st.sampled_from(["pad", "drop"]),
     st.sampled_from(["truncate", "drop"]),
 )
 def test_shards_share_each_batch_and_lose_nothing_but_what_is_counted(
-    data, lengths, count, seed, shuffle, remainder, overlong
+    data, lengths, count, seed, shuffle, window, remainder, overlong
 ):
     plan = data.draw(plans(count))
     options = {
         "seed": seed,
         "shuffle": shuffle,
+        "shuffle_batches": window,
         "remainder": remainder,
         "overlong": overlong,
     }

@@ -1,3 +1,4 @@
+import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,6 +79,37 @@ def test_the_order_is_pinned_since_a_run_must_resume_under_another_numpy():
     assert [schedule[epoch_number].indices.tolist() for epoch_number in (0, 1)] == [
         [7, 6, 2, 5, 3, 0, 1, 4],
         [5, 0, 4, 6, 3, 1, 2, 7],
+    ]
+
+
+def test_batches_are_shuffled_within_windows_and_stay_the_same_batches():
+    plain, mixed = (sb.Schedule(np.sort(LENGTHS), PLAN, shuffle=False, shuffle_batches=n) for n in (None, 10))
+
+    def listed(schedule, number):
+        return [(bucket, rows.tolist()) for bucket, rows in epoch(schedule, number)]
+
+    expected = listed(plain, 0)
+    orders = [listed(mixed, number) for number in range(2)]
+    for start in range(0, len(expected), 10):
+        for order in orders:
+            assert sorted(order[start : start + 10]) == sorted(expected[start : start + 10])
+    assert len(mixed) == len(plain)
+    assert orders[0] != orders[1]
+    assert expected not in orders
+    assert mixed.report() == plain.report()
+    whole = listed(sb.Schedule(np.sort(LENGTHS), PLAN, shuffle=False, shuffle_batches=10**6), 0)
+    assert sorted(whole) == sorted(expected)
+    changes = [sum(a[0] != b[0] for a, b in itertools.pairwise(batches)) for batches in (expected, whole)]
+    assert changes[0] < 10 < changes[1]
+
+
+def test_the_order_of_shuffled_batches_is_pinned_too():
+    schedule = sb.Schedule([1] * 8, plan_of((1, 1)), seed=3, shuffle=False, shuffle_batches=4)
+    assert [int(rows[0]) for number in (0, 1) for _, rows in epoch(schedule, number)] == [
+        *(3, 2, 1, 0),
+        *(4, 6, 7, 5),
+        *(0, 1, 3, 2),
+        *(6, 4, 5, 7),
     ]
 
 
@@ -175,6 +207,8 @@ def test_a_pickle_carries_no_epoch():
         ({"overlong": "cut"}, r"overlong must be one of \('error', 'truncate', 'drop'\), but got 'cut'"),
         ({"seed": -1}, "the seed must be a non-negative integer, but got -1"),
         ({"seed": 1.5}, "the seed must be a non-negative integer, but got 1.5"),
+        ({"shuffle_batches": 0}, "shuffle_batches must be a number of batches, or None, but got 0"),
+        ({"shuffle_batches": "all"}, "shuffle_batches must be a number of batches, or None, but got 'all'"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -41,6 +41,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         *,
         seed: int = 0,
         shuffle: bool = True,
+        shuffle_batches: int | None = None,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
         shard: ShardLike = None,
@@ -53,6 +54,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             lengths: of every element of `parent`, in its order, as `measure(parent, layout)` gives them.
             seed: of the order of samples.
             shuffle: whether the order is random, another one each epoch.
+            shuffle_batches: a number of batches: each run of so many comes in random order; see `Schedule`.
             remainder: `"pad"` fills the partial batches at the end of an epoch with masked rows, `"drop"` leaves their
                 samples out.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
@@ -85,6 +87,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             plan,
             seed=seed,
             shuffle=shuffle,
+            shuffle_batches=shuffle_batches,
             remainder=remainder,
             overlong=overlong,
             shard=shard,
