@@ -156,6 +156,23 @@ class TestSchedule:
         with pytest.raises(sb.ScheduleError, match=message):
             loader[0]
 
+    def test_elements_that_a_filter_leaves_out_now_become_padding_rows(self, source, token_plan, token_lengths):
+        kept = source.filter(lambda each: each["tokens"][0] % 3 == 0)
+        loader = sb.BucketedMapDataset(kept, token_plan, token_lengths, absent="mask")
+        batches = list(loader)
+        plain = list(sb.BucketedMapDataset(source, token_plan, token_lengths))
+        assert [each["tokens"].shape for each in batches] == [each["tokens"].shape for each in plain]
+        assert [numbers([each]) for each in batches] == [[n for n in numbers([x]) if n % 3 == 0] for x in plain]
+        assert loader.masked == 66
+        lost = sum(len(loader.schedule[i].indices) - int(each["example_mask"].sum()) for i, each in enumerate(batches))
+        assert lost == 66
+        empty = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths, absent="mask")
+        assert not empty[0]["example_mask"].any()
+
+    def test_a_wrong_policy_for_absent_elements_is_refused(self, source, token_plan, token_lengths):
+        with pytest.raises(sb.ScheduleError, match=r"absent must be one of \('error', 'mask'\), but got 'drop'"):
+            sb.BucketedMapDataset(source, token_plan, token_lengths, absent="drop")
+
     def test_lengths_of_another_data_set_are_refused(self, source, token_plan):
         with pytest.raises(sb.ScheduleError, match="the data set has 100 elements, but lengths of 99 were given"):
             sb.BucketedMapDataset(source, token_plan, np.ones(99))

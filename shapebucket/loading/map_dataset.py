@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import threading
 import warnings
-from typing import Any, overload
+from typing import Any, Literal, get_args, overload
 
 import grain
 import numpy as np
@@ -19,6 +20,7 @@ from shapebucket.processes import ShardLike, require_one_process
 from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
 
+Absent = Literal["error", "mask"]
 _PROBES = 8
 
 
@@ -44,6 +46,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         shuffle_batches: int | None = None,
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
+        absent: Absent = "error",
         shard: ShardLike = None,
     ) -> None:
         """Plans the epochs; reads a few samples, to warn if they have not the given lengths in a second epoch.
@@ -58,6 +61,8 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             remainder: `"pad"` fills the partial batches at the end of an epoch with masked rows, `"drop"` leaves their
                 samples out.
             overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` or `"drop"`.
+            absent: what becomes of an element that is None when it is read, though it had a length: `"error"`, or
+                `"mask"` for a filter that decides anew each time: its row is a padding row; `masked` counts them.
             shard: the rows of each batch that this process makes, (index, count), or `"jax"` for JAX's processes. A bucket's
                 batch size is that of all processes together. Must be given where several JAX processes run; `(0, 1)`
                 for whole batches.
@@ -77,6 +82,8 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         super().__init__(parent)
         check_plan(plan)
         plan.batch_spec(plan.buckets[0])
+        if absent not in get_args(Absent):
+            raise ScheduleError(f"absent must be one of {get_args(Absent)}, but got {absent!r}")
         if shard is None:
             require_one_process(
                 "each would make batches of its own",
@@ -92,6 +99,8 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             overlong=overlong,
             shard=shard,
         )
+        self.absent: Absent = absent
+        self._masked = _Counter()
         if len(parent) != len(self.schedule.lengths):
             raise ScheduleError(
                 f"the data set has {len(parent):,} elements, but lengths of {len(self.schedule.lengths):,} were given: measure "
@@ -128,6 +137,15 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         """The buckets."""
         return self.schedule.plan
 
+    @property
+    def masked(self) -> int:
+        """Rows that became padding since their element was None when it was read (`absent="mask"`), in all reads so far.
+
+        Counted where they are read: worker processes of `mp_prefetch` count on their own. What a batch lost is
+        `len(loader.schedule[i].indices) - batch["example_mask"].sum()` anywhere.
+        """
+        return self._masked.value
+
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes, as planned; print it."""
         return self.schedule.report(epoch)
@@ -152,22 +170,29 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
         rows = self._rows(indices, offset)
+        self._masked.add(len(indices) - len(rows))
         return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
 
     def _rows(self, indices: npt.NDArray[Any], offset: int) -> list[Row]:
-        """Reads samples, and checks that they have the lengths they were measured with."""
-        rows = [self._row(number, offset) for number in indices.tolist()]
+        """Reads the samples that are there, and checks that they have the lengths they were measured with."""
+        read = [self._row(number, offset) for number in indices.tolist()]
+        rows = [row for row in read if row is not None]
+        if len(rows) < len(read):
+            indices = indices[[row is not None for row in read]]
         expected = self.schedule.lengths.values[indices]
         if not np.array_equal(np.reshape([row.lengths for row in rows], expected.shape), expected):
             raise self._changed(indices, rows, expected)
         return rows
 
-    def _row(self, index: int, offset: int) -> Row:
+    def _row(self, index: int, offset: int) -> Row | None:
         sample = self._samples[offset + index]
         if sample is None:
+            if self.absent == "mask":
+                return None
             raise ScheduleError(
                 f"element {index} of the data set is None, but it had a length when it was measured: a filter before the "
-                "loader must decide alike each time; measure the filtered data set"
+                'loader must decide alike each time: measure the filtered data set, or say absent="mask" to have padding rows '
+                "in place of such elements"
             )
         try:
             return Row(*self.plan.layout.check(sample))
@@ -187,3 +212,20 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
 
     def __str__(self) -> str:
         return f"BucketedMapDataset(buckets={len(self.plan)}, batches={len(self)})"
+
+
+class _Counter:
+    """A number that several threads add to; a pickled one starts at 0."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Adds a count; most are 0, and cost no lock."""
+        if count:
+            with self._lock:
+                self.value += count
+
+    def __reduce__(self) -> tuple[type[_Counter], tuple[()]]:
+        return _Counter, ()
