@@ -150,7 +150,10 @@ class TestSchedule:
         assert loader.report().absent == 66
 
     def test_a_filter_that_changed_its_mind_is_an_error(self, source, token_plan, token_lengths):
-        message = "is None, but it had a length when it was measured"
+        message = (
+            r"element \d+ of the data set is None, but it had a length when it was measured: a filter before the loader must "
+            'decide alike each time: measure the filtered data set, or say absent="mask" to have padding rows in place of'
+        )
         with pytest.warns(UserWarning, match=message):
             loader = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths)
         with pytest.raises(sb.ScheduleError, match=message):

@@ -22,7 +22,7 @@ from shapebucket.loader_report import check_plan
 from shapebucket.padding import pad
 
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
-_STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step", "ended"}
+_STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step"}
 
 Counts = npt.NDArray[np.integer[Any]]
 
@@ -171,7 +171,6 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             "held": ",".join(str(each.number - start) for each in held),
             "agreed": ",".join(map(str, self._agreed)),
             "step": self._step,
-            "ended": self._ended,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -210,7 +209,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                     "one that the state was saved with"
                 )
         self._agreed.extend(_numbers(saved["agreed"]))
-        self._step, self._ended = saved["step"], saved["ended"]
+        self._step = saved["step"]
 
     def _read(self, *, keep: bool = True) -> bool:
         """Takes a batch from the parent, and holds it back; returns whether there was one."""
