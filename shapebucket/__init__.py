@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shapebucket.layout import Feature, Layout
     from shapebucket.lengths import LengthTable
     from shapebucket.loader_report import LoaderReport
-    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset
+    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
@@ -58,7 +58,7 @@ _MODULES = {
     "layout": ("Feature", "Layout"),
     "lengths": ("LengthTable",),
     "loader_report": ("LoaderReport",),
-    "loading": ("BucketedIterDataset", "BucketedMapDataset"),
+    "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
@@ -86,6 +86,7 @@ __all__ = [
     "CompileCounter",
     "CompileReport",
     "CompiledStep",
+    "ElasticIterDataset",
     "Feature",
     "Layout",
     "LayoutError",

@@ -13,6 +13,7 @@ import numpy as np
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
+from shapebucket.loading._grain_hooks import BatchesOfPlan, OwnTime
 from shapebucket.padding import Row, pad_rows
 from shapebucket.schedule import promote
 
@@ -21,7 +22,7 @@ _ANCHORS = 1024
 _STATE = {"fingerprint", "parent", "start", "seen", "waiting", "flushed", "counts", "not_emitted"}
 
 
-class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
+class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     """Batches of bucket shapes from a stream: a `grain.IterDataset` over a `grain.IterDataset` of samples.
 
     Each bucket collects samples as they come and emits a batch when it is full; when the stream ends, what is left is
@@ -165,11 +166,12 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._failure: Exception | None = None
 
     def __next__(self) -> dict[str, Any]:
+        self._time = OwnTime(self)
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
         try:
-            return self._next_batch()
+            return self._time.made(self._next_batch())
         finally:
             self._publish()
 
@@ -223,7 +225,8 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         mine = self._dataset.fingerprint
         if not isinstance(state, dict) or not isinstance(state.get("fingerprint"), dict):
             raise StateError(
-                f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}"
+                f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}; one that was "
+                "saved behind mp_prefetch goes back behind mp_prefetch, with as many workers"
             )
         if missing := _STATE - state.keys():
             raise StateError(f"the state is not whole: it lacks {sorted(missing)}")
@@ -266,7 +269,13 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     def _replay(self, saved: dict[str, Any]) -> None:
         """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
         self._reset()
-        self._source.set_state(copy.deepcopy(saved["parent"]))
+        try:
+            self._source.set_state(copy.deepcopy(saved["parent"]))
+        except Exception as error:
+            raise StateError(
+                f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
+                "it as it was when the state was saved. mp_prefetch needs the same number of workers; ElasticIterDataset takes any"
+            ) from error
         waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
         self._seen = saved["start"]
         while self._seen < saved["seen"]:
@@ -288,7 +297,10 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         if not self._anchors or (self._seen % _ANCHOR_EVERY == 0 and self._anchors[-1][0] != self._seen):
             self._anchors.append((self._seen, self._source.get_state()))
             self._prune()
-        return next(self._source)
+        self._time.pause()
+        sample = next(self._source)
+        self._time.resume()
+        return sample
 
     def _read(self) -> int | None:
         """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now.
