@@ -274,7 +274,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         except Exception as error:
             raise StateError(
                 f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
-                "it as it was when the state was saved. mp_prefetch needs the same number of workers; ElasticIterDataset takes any"
+                "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
             ) from error
         waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
         self._seen = saved["start"]
