@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+from functools import partial
 from typing import Any, TypeVar
 
 import grain
 
 from shapebucket.errors import ScheduleError, StateError
-from shapebucket.loading._grain_hooks import ElementsOfParent, OwnTime
+from shapebucket.loading._grain_private import ElementsOfParent, connect, recorded
 
 _T = TypeVar("_T")
 
@@ -87,21 +88,17 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         self._placed = False  # whether the shards stand where `_next` says
 
     def __next__(self) -> _T:
-        time = OwnTime(self)
         while self._next < self._length:
-            self.start_prefetch()
-            time.pause()
-            element = self._take(self._shards[self._next % len(self._shards)])
-            time.resume()
-            self._next += 1
+            element = self._take()
             if element is not None:
-                return time.made(element)
+                return recorded(self, partial(_same, element))
         raise StopIteration
 
-    def _take(self, shard: grain.DatasetIterator[_T]) -> _T:
-        """Takes the next element of a shard. One that cannot be read stays the next one."""
+    def _take(self) -> _T:
+        """Takes the next element. One that cannot be read stays the next one."""
+        self.start_prefetch()
         try:
-            return next(shard)
+            element = next(self._shards[self._next % len(self._shards)])
         except BaseException as error:
             self._placed = False  # how far the shard came is not known
             if isinstance(error, StopIteration):  # would pass for the end of the data
@@ -109,11 +106,14 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
                     f"element {self._next} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
                 ) from error
             raise
+        self._next += 1
+        return element
 
     def start_prefetch(self) -> None:
         """Puts the shards in their places and starts them, all at once; does nothing the second time."""
         if self._placed:
             return
+        connect(self)
         for at, shard in enumerate(self._shards):
             before = -(-(self._next - at) // len(self._shards))
             grain.experimental.set_next_index(shard, before)
@@ -146,3 +146,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
 
     def __str__(self) -> str:
         return f"ElasticDatasetIterator(shards={len(self._shards)})"
+
+
+def _same(element: _T) -> _T:
+    return element

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import grain
@@ -13,7 +14,7 @@ import numpy as np
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
-from shapebucket.loading._grain_hooks import BatchesOfPlan, OwnTime
+from shapebucket.loading._grain_private import BatchesOfPlan, recorded
 from shapebucket.padding import Row, pad_rows
 from shapebucket.schedule import promote
 
@@ -151,6 +152,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._dataset = dataset
         self._plan = dataset.plan
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
+        self._placed = False  # whether the parent is where that state says
         self._reset()
         self._publish()
 
@@ -166,12 +168,11 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._failure: Exception | None = None
 
     def __next__(self) -> dict[str, Any]:
-        self._time = OwnTime(self)
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
         try:
-            return self._time.made(self._next_batch())
+            return self._next_batch()
         finally:
             self._publish()
 
@@ -189,12 +190,12 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             if index is not None:
                 rows, self._waiting[index] = self._waiting[index], []
                 self._prune()
-                return self._batch(index, rows)
+                return recorded(self, partial(self._batch, index, rows))
         assert self._flush is not None
         if self._flushed == len(self._flush):
             raise StopIteration
         self._flushed += 1
-        return self._batch(*self._flush[self._flushed - 1])
+        return recorded(self, partial(self._batch, *self._flush[self._flushed - 1]))
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state as JSON values, new ones each time and of constant structure."""
@@ -239,6 +240,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved by a loader with {'; '.join(changed)}: restore it into one with the same plan (its file, "
                 "BucketPlan.load) and policies"
             )
+        self._place(state["parent"])
         self._reset()
         self._saved = copy.deepcopy(state)
         self._published = (self._saved["counts"], self._saved["not_emitted"])
@@ -266,16 +268,24 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             return sum(map(len, self._waiting))
         return sum(len(rows) for _, rows in self._flush[self._flushed :])
 
-    def _replay(self, saved: dict[str, Any]) -> None:
-        """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
-        self._reset()
+    def _place(self, parent: Any) -> None:
+        """Restores the parent at once: what it refuses is known early, and `start_prefetch` starts in the right place."""
         try:
-            self._source.set_state(copy.deepcopy(saved["parent"]))
+            self._source.set_state(copy.deepcopy(parent))
+            self._source.get_state()  # where mp_prefetch finds that it has more workers than the state
         except Exception as error:
             raise StateError(
                 f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
                 "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
             ) from error
+        self._placed = True
+
+    def _replay(self, saved: dict[str, Any]) -> None:
+        """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
+        self._reset()
+        if not self._placed:
+            self._place(saved["parent"])
+        self._placed = False
         waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
         self._seen = saved["start"]
         while self._seen < saved["seen"]:
@@ -297,10 +307,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         if not self._anchors or (self._seen % _ANCHOR_EVERY == 0 and self._anchors[-1][0] != self._seen):
             self._anchors.append((self._seen, self._source.get_state()))
             self._prune()
-        self._time.pause()
-        sample = next(self._source)
-        self._time.resume()
-        return sample
+        return next(self._source)
 
     def _read(self) -> int | None:
         """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now.
@@ -365,11 +372,11 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     def _end(self) -> None:
         """Decides on the last batches, once the parent has ended; the buckets stay as they are, for the state."""
         self._flush = []
-        for partial in promote([len(waiting) for waiting in self._waiting], self._plan):
-            rows = [each for k, start, stop in partial.parts for each in self._waiting[k][start:stop]]
-            full = len(rows) == self._plan.buckets[partial.bucket].batch_size
+        for last in promote([len(waiting) for waiting in self._waiting], self._plan):
+            rows = [each for k, start, stop in last.parts for each in self._waiting[k][start:stop]]
+            full = len(rows) == self._plan.buckets[last.bucket].batch_size
             if full or self._dataset.remainder == "pad":
-                self._flush.append((partial.bucket, rows))
+                self._flush.append((last.bucket, rows))
         self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in self._flush)
 
     def _batch(self, index: int, waiting: list[_Waiting]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import warnings
+from functools import partial
 from typing import Any, overload
 
 import grain
@@ -14,7 +15,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
-from shapebucket.loading._grain_hooks import BatchesOfPlan, OwnTime
+from shapebucket.loading._grain_private import BatchesOfPlan, recorded
 from shapebucket.padding import Row, pad_rows
 from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
@@ -80,7 +81,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         present = np.flatnonzero(self.schedule.lengths.present)
         for index in present[evenly(len(present), _PROBES)].tolist():
             try:
-                self._rows(np.array([index]), self._read(np.array([index]), len(self._samples)))
+                self._rows(np.array([index]), len(self._samples))
             except IndexError:
                 return  # a data set of one epoch
             except (ScheduleError, LayoutError) as error:
@@ -124,26 +125,22 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         """
         if isinstance(index, slice):
             return self.slice(index)
-        time = OwnTime(self)
         bucket, indices = self.schedule[index]
-        time.pause()
-        samples = self._read(indices, index // len(self.schedule) * len(self._samples))
-        time.resume()
-        rows = self._rows(indices, samples)
-        return time.made(pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate"))
+        offset = index // len(self.schedule) * len(self._samples)
+        rows = self._rows(indices, offset)
+        truncate = self.schedule.overlong == "truncate"
+        return recorded(self, partial(pad_rows, rows, bucket, self.plan, truncate=truncate))
 
-    def _read(self, indices: npt.NDArray[Any], offset: int) -> list[Any]:
-        return [self._samples[offset + number] for number in indices.tolist()]
-
-    def _rows(self, indices: npt.NDArray[Any], samples: list[Any]) -> list[Row]:
-        """Checks that samples fit the layout, and have the lengths they were measured with."""
-        rows = [self._row(number, sample) for number, sample in zip(indices.tolist(), samples, strict=True)]
+    def _rows(self, indices: npt.NDArray[Any], offset: int) -> list[Row]:
+        """Reads samples, and checks that they have the lengths they were measured with."""
+        rows = [self._row(number, offset) for number in indices.tolist()]
         expected = self.schedule.lengths.values[indices]
         if not np.array_equal([row.lengths for row in rows], expected):
             raise self._changed(indices, rows, expected)
         return rows
 
-    def _row(self, index: int, sample: Any) -> Row:
+    def _row(self, index: int, offset: int) -> Row:
+        sample = self._samples[offset + index]
         if sample is None:
             raise ScheduleError(
                 f"element {index} of the data set is None, but it had a length when it was measured: a filter before the "
