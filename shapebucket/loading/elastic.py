@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import multiprocessing
+import os
+import threading
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +24,8 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     of workers does not take it. Here the state is `{"next_index": n}` for any number, as that of `to_iter_dataset` without
     workers: a checkpoint of one is restored into the other.
 
-    Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over.
+    Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over. The
+    workers end when their parent is killed; those of `mp_prefetch` alone then wait for ever.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
         if not self._workers or workers is None:
             return self._source.to_iter_dataset(read, allow_nones=True)
         one = grain.MultiprocessingOptions(1, workers.per_worker_buffer_size, workers.enable_profiling)
-        return self._source[at :: self._workers].to_iter_dataset(read, allow_nones=True).mp_prefetch(one)
+        return self._source[at :: self._workers].to_iter_dataset(read, allow_nones=True).mp_prefetch(one, _watch_parent)
 
     def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
         """Refuses `mp_prefetch`, which would cut up what is read here.
@@ -150,3 +154,15 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
 
 def _same(element: _T) -> _T:
     return element
+
+
+def _watch_parent(worker: int, workers: int) -> None:
+    """Starts a thread that ends this worker process when its parent has died."""
+    threading.Thread(target=_end_with_parent, name=f"watch-parent-{worker}-of-{workers}", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
