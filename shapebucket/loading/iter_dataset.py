@@ -94,7 +94,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     def report(self) -> LoaderReport:
         """Counts what became of every sample of the iterator that was made last in this process; print it.
 
-        It may be asked at any time, from any thread, whatever stages come behind: `map` changes nothing, and a thread that reads
+        It may be asked at any time, from any thread, whatever stages come behind: `map` changes nothing, a thread that reads
         ahead counts what it has read ahead. Under `RepeatIterDataset` the counts start anew with each pass. Before
         `mp_prefetch` each worker counts its own part, in its own process, and nothing is counted here.
 
