@@ -368,7 +368,7 @@ class TestStream:
         iterator = iter(dataset)
         for _ in iterator:
             state = iterator.get_state()
-            waiting = [int(offset) for offset in state["waiting"].split(",") if offset]
+            waiting = [number - state["start"] for number in iter_dataset._unpack(state["waiting"], state["start"])]
             assert not waiting or waiting[0] < 16
             assert len(iterator._anchors) <= 8 + 16 + 2 * len(waiting)
 
