@@ -188,6 +188,7 @@ class Schedule:
         if self._kept is not None:
             order = self._kept[order]
         arrival = by_group(self._count, lambda part: self._bucket_of[order[part]], self._samples)
+        arrival = arrival.astype(order.dtype, copy=False)
         ends = np.cumsum(self._samples)
         firsts = ends - self._samples
         starts: list[npt.NDArray[np.int64]] = []

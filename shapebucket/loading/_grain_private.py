@@ -18,7 +18,7 @@ T = TypeVar("T")
 def recorded(iterator: grain.DatasetIterator[T], make: Callable[[], T]) -> T:
     """Makes an element, and records its time and shapes as Grain's own stages do."""
     stats: Any = getattr(iterator, "_stats", None)
-    if stats is None:
+    if not (hasattr(stats, "record_self_time") and hasattr(stats, "record_output_spec")):
         return make()
     with stats.record_self_time():
         return stats.record_output_spec(make())

@@ -55,7 +55,8 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
             parent: the samples: dicts of arrays as the plan's layout says.
             plan: the buckets.
             max_wait: the most samples that may pass while a sample waits; then its bucket is emitted as it is, with masked
-                rows. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
+                rows, which costs at most one batch a bucket in `max_wait` samples and leaves every other batch as it would have
+                been. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
                 B rows and share p fills in about B / p samples.
             remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
                 samples out.
