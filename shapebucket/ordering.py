@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18  # temporary arrays of 2 MB, which stay in the cache
 _LEADING = 8  # bits, for 256 groups
 
 Indices = npt.NDArray[np.signedinteger[Any]]
