@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -16,7 +17,7 @@ from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
-from shapebucket.padding import Row, pad_rows
+from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
 from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
 
@@ -74,6 +75,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
                 "this data set, before .repeat() and .batch()"
             )
         self._samples = parent
+        self._checker = Checker(plan)
         self._probe()
 
     def _probe(self) -> None:
@@ -127,19 +129,20 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             return self.slice(index)
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
-        rows = self._rows(indices, offset)
+        rows, lengths = self._rows(indices, offset)
         truncate = self.schedule.overlong == "truncate"
-        return recorded(self, partial(pad_rows, rows, bucket, self.plan, truncate=truncate))
+        return recorded(self, partial(pad_rows, rows, lengths, bucket, self.plan, truncate=truncate))
 
-    def _rows(self, indices: npt.NDArray[Any], offset: int) -> list[Row]:
-        """Reads samples, and checks that they have the lengths they were measured with."""
-        rows = [self._row(number, offset) for number in indices.tolist()]
+    def _rows(self, indices: npt.NDArray[Any], offset: int) -> tuple[Sequence[Leaves], npt.NDArray[np.int64]]:
+        """Reads samples, and checks that they have the lengths they were measured with; returns leaves and lengths [n, A]."""
+        rows, found = zip(*[self._row(number, offset) for number in indices.tolist()], strict=True)
+        lengths = table(found, self.plan.layout)
         expected = self.schedule.lengths.values[indices]
-        if not np.array_equal([row.lengths for row in rows], expected):
-            raise self._changed(indices, rows, expected)
-        return rows
+        if not np.array_equal(lengths, expected):
+            raise self._changed(indices, lengths, expected)
+        return rows, lengths
 
-    def _row(self, index: int, offset: int) -> Row:
+    def _row(self, index: int, offset: int) -> tuple[Leaves, Lengths]:
         sample = self._samples[offset + index]
         if sample is None:
             raise ScheduleError(
@@ -147,16 +150,19 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
                 "loader must decide alike each time; measure the filtered data set"
             )
         try:
-            return Row(*self.plan.layout.check(sample))
+            leaves, (lengths, _) = self._checker.check(sample)
         except LayoutError as error:
             raise error.at(index) from None
+        return leaves, lengths
 
-    def _changed(self, indices: npt.NDArray[Any], rows: list[Row], expected: npt.NDArray[np.int32]) -> ScheduleError:
+    def _changed(
+        self, indices: npt.NDArray[Any], found: npt.NDArray[np.int64], expected: npt.NDArray[np.int32]
+    ) -> ScheduleError:
         """Explains the first sample that has not the length it was measured with."""
-        at = next(i for i, row in enumerate(rows) if list(row.lengths) != expected[i].tolist())
+        at = int(np.argmax((found != expected).any(axis=1)))
         named = self.plan.layout.named
         return ScheduleError(
-            f"sample {indices[at]} has lengths {named(rows[at].lengths)}, but "
+            f"sample {indices[at]} has lengths {named(found[at])}, but "
             f"{named(expected[at])} was measured: the lengths are of other data, or the data "
             "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; freeze a mix with "
             ".repeat(1, reseed_each_epoch=False); for random lengths use BucketedIterDataset"
