@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shapebucket.layout import Feature, Layout
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
-    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, LockstepIterDataset
+    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset, LockstepIterDataset
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
@@ -64,7 +64,7 @@ _MODULES = {
     "histogram": ("LengthHistogram",),
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
-    "loading": ("BucketedIterDataset", "BucketedMapDataset", "LockstepIterDataset"),
+    "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset", "LockstepIterDataset"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
@@ -92,6 +92,7 @@ __all__ = [
     "CompileCounter",
     "CompileReport",
     "CompiledStep",
+    "ElasticIterDataset",
     "Feature",
     "Layout",
     "LayoutError",

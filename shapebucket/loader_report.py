@@ -79,6 +79,17 @@ class LoaderReport:
         """1 − real / padded over all batches, padding rows included."""
         return padding_fraction(sum(self.real_elements), sum(self.padded_elements))
 
+    @property
+    def summary(self) -> str:
+        """One line, for a log or a progress bar."""
+        dropped = self.overlong_dropped + self.remainder_dropped
+        return f"{self._emitted}, {self.waiting:,} waiting, {dropped:,} dropped, {self.truncated:,} truncated"
+
+    @property
+    def _emitted(self) -> str:
+        emitted = f"{sum(self.samples):,} of {self.seen:,} samples in {sum(self.batches):,} batches"
+        return f"{emitted}, padding {self.padding_fraction:.1%}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the counts as JSON values, without the plan."""
         counts = {name: value for name, value in asdict(self).items() if name != "plan"}
@@ -106,9 +117,8 @@ class LoaderReport:
             "batches emitted early": self.early,
             "absent": self.absent,
         }
-        emitted = f"{sum(self.samples):,} of {self.seen:,} samples in {sum(self.batches):,} batches"
         return render(
-            f"{emitted}, padding {self.padding_fraction:.1%}",
+            self._emitted,
             [*self.plan.layout.axes, "batch", "batches", "samples", "rows used", "padding"],
             rows,
             caption=", ".join(f"{count:,} {name}" for name, count in lost.items()),

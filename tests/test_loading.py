@@ -1,4 +1,6 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grain
 import jax
@@ -6,9 +8,12 @@ import numpy as np
 import pytest
 from absl import flags
 from conftest import make_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shapebucket as sb
 from shapebucket.loading import iter_dataset
+from shapebucket.loading._grain_private import recorded
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
 
@@ -388,7 +393,7 @@ class TestStream:
         iterator = iter(dataset)
         for _ in iterator:
             state = iterator.get_state()
-            waiting = [int(offset) for offset in state["waiting"].split(",") if offset]
+            waiting = [number - state["start"] for number in iter_dataset._unpack(state["waiting"], state["start"])]
             assert not waiting or waiting[0] < 16
             assert len(iterator._anchors) <= 8 + 16 + 2 * len(waiting)
 
@@ -481,6 +486,202 @@ class TestStream:
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
         assert str(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
         assert str(iter(dataset)) == "BucketedDatasetIterator(buckets=4)"
+
+
+def rare_tokens(count: int, every: int) -> list[dict]:
+    """One sample in `every` is long; the first token is the sample's number."""
+    return [{"tokens": np.full(40 if number % every == 7 else 2, number, np.int32)} for number in range(count)]
+
+
+def waits(dataset) -> list[int]:
+    """How many samples passed while each emitted sample waited, full buckets and early ones, not the end of the stream."""
+    iterator = iter(dataset)
+    found = []
+    for batch in iterator:
+        state = iterator.get_state()
+        if not state["flushed"]:
+            found += [state["seen"] - 1 - number for number in numbers([batch])]
+    return found
+
+
+class TestStreamBounds:
+    """What the stream promises of its state, and of how long a sample waits."""
+
+    @pytest.fixture
+    def wide(self):
+        """Eight buckets of 64 rows."""
+        buckets = [sb.Bucket((("s", size),), 64) for size in range(64, 513, 64)]
+        return sb.BucketPlan(sb.Layout({"tokens": "int32[s]"}), buckets)
+
+    def test_the_state_is_under_1_kb_at_batch_size_64(self, wide):
+        rng = np.random.default_rng(0)
+        tokens = [{"tokens": np.zeros(length, np.int32)} for length in rng.integers(1, 513, 20_000)]
+        iterator = iter(sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(NO_THREADS), wide))
+        sizes, waiting = [], []
+        for _ in iterator:
+            sizes.append(len(json.dumps(iterator.get_state())))
+            waiting.append(iterator.report().waiting)
+        assert max(sizes) < 1024
+        assert max(waiting) > 250
+
+    def test_a_sample_of_a_bucket_that_gets_one_in_10_000_does_not_wait_longer_than_max_wait(self, token_plan):
+        parent = grain.MapDataset.source(rare_tokens(30_000, 10_000)).to_iter_dataset(NO_THREADS)
+        dataset = sb.BucketedIterDataset(parent, token_plan, max_wait=2_000)
+        found = waits(dataset)
+        assert max(found) == 2_000
+        assert dataset.report().early == 3
+        assert max(waits(sb.BucketedIterDataset(parent, token_plan))) == 20_000
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.integers(1, 12), min_size=1, max_size=150),
+        st.integers(1, 40),
+        st.sampled_from(["truncate", "drop"]),
+    )
+    def test_no_sample_ever_waits_longer(self, lengths, max_wait, overlong):
+        plan = sb.BucketPlan(
+            sb.Layout({"tokens": "int32[s]"}),
+            [sb.Bucket((("s", size),), rows) for size, rows in ((2, 9), (5, 4), (9, 3))],
+        )
+        tokens = [{"tokens": np.full(length, number, np.int32)} for number, length in enumerate(lengths)]
+        parent = grain.MapDataset.source(tokens).to_iter_dataset(NO_THREADS)
+        dataset = sb.BucketedIterDataset(parent, plan, max_wait=max_wait, overlong=overlong)
+        assert max(waits(dataset), default=0) <= max_wait
+        report = dataset.report()
+        kept = [number for number, length in enumerate(lengths) if overlong == "truncate" or length <= 9]
+        assert sorted(numbers(iter(dataset))) == kept
+        assert report.seen == len(lengths)
+
+    def test_what_is_no_list_of_waiting_samples_is_refused(self, source, token_plan):
+        iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
+        next(iterator)
+        state = iterator.get_state()
+        for waiting in ("0,3,5", "", 7, "eJw="):
+            with pytest.raises(sb.StateError, match="the state's list of waiting samples cannot be read"):
+                iterator.set_state({**state, "waiting": waiting})
+        iterator.set_state(state)
+
+
+class TestStreamAmongGrainsStages:
+    @pytest.fixture
+    def stream(self, source, token_plan):
+        return sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
+
+    def test_it_resumes_under_mix(self, tokens, stream, token_plan):
+        other = [{"tokens": each["tokens"] + 1000} for each in tokens[::-1]]
+        other = sb.BucketedIterDataset(grain.MapDataset.source(other).to_iter_dataset(READ), token_plan)
+        assert_resumes_everywhere(grain.IterDataset.mix([stream, other], weights=[0.7, 0.3]))
+
+    def test_it_resumes_under_a_prefetching_thread(self, stream):
+        threaded = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=3)
+        assert_equal(list(threaded), list(stream))
+        assert_resumes_everywhere(threaded)
+
+    def test_it_resumes_over_a_prefetching_thread_a_filter_and_a_map(self, source, token_plan):
+        parent = source.to_iter_dataset(READ).filter(lambda each: each["tokens"][0] % 5 > 0).map(lambda each: each)
+        parent = grain.experimental.ThreadPrefetchIterDataset(parent, prefetch_buffer_size=3)
+        assert_resumes_everywhere(sb.BucketedIterDataset(parent, token_plan, max_wait=40))
+
+    def test_a_refused_sample_comes_through_a_prefetching_thread(self, tokens, token_plan):
+        tokens[30] = {"tokens": tokens[30]["tokens"].tolist()}
+        stream = sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), token_plan)
+        iterator = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=3))
+        with pytest.raises(sb.LayoutError, match="sample 30, feature 'tokens': is a Python list"):
+            list(iterator)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("place", ["before", "after"])
+    def test_it_resumes_with_worker_processes(self, tokens, token_plan, place):
+        flags.FLAGS.mark_as_parsed()
+        options = grain.MultiprocessingOptions(num_workers=2)
+        parent = grain.MapDataset.source(tokens[:60]).to_iter_dataset(READ)
+        if place == "before":
+            dataset = sb.BucketedIterDataset(parent, token_plan, max_wait=20).mp_prefetch(options)
+        else:
+            dataset = sb.BucketedIterDataset(parent.mp_prefetch(options), token_plan, max_wait=20)
+        iterator = iter(dataset)
+        states, batches = [json.dumps(iterator.get_state())], []
+        for batch in iterator:
+            batches.append(batch)
+            states.append(json.dumps(iterator.get_state()))
+        iterator.close()
+        assert sorted(numbers(batches)) == list(range(60))
+        for number in range(0, len(states), 3):
+            fresh = iter(dataset)
+            fresh.set_state(json.loads(states[number]))
+            assert_equal(list(fresh), batches[number:])
+            fresh.close()
+
+    def test_closing_it_closes_its_parents(self, stream):
+        iterator = iter(stream)
+        next(iterator)
+        state, report = iterator.get_state(), iterator.report()
+        parent = iterator._source
+        iterator.close()
+        iterator.close()
+        with pytest.raises(
+            sb.ScheduleError, match=r"was closed: make another with iter\(dataset\), and set_state\(\) to go on"
+        ):
+            next(iterator)
+        with pytest.raises(ValueError, match="closed iterator"):
+            next(parent)
+        assert (iterator.get_state(), iterator.report()) == (state, report)
+        whole, rest = list(stream), iter(stream)
+        rest.set_state(state)
+        assert_equal(list(rest), whole[1:])
+
+    def test_it_takes_part_in_grains_statistics(self, stream):
+        """Fails when Grain moves what `_grain_private` uses: see there."""
+        iterator = iter(stream)
+        next(iterator)
+        assert iterator._stats._is_output
+        assert not iterator._source._stats._is_output
+
+    def test_it_stands_in_grains_execution_summary(self, stream):
+        mode = grain.experimental.ExecutionTrackingMode.STAGE_TIMING
+        options = grain.experimental.DatasetOptions(execution_tracking_mode=mode)
+        iterator = iter(grain.experimental.WithOptionsIterDataset(stream, options))
+        count = len(list(iterator))
+        iterator._stats.report()  # what a thread of Grain's does every five seconds
+        nodes = iterator._stats._get_execution_summary().nodes
+        (mine,) = [node for node in nodes.values() if node.name.startswith("BucketedDatasetIterator")]
+        assert mine.num_produced_elements == count
+        assert mine.total_processing_time_ns > 0
+        assert "example_mask" in mine.output_spec
+
+    def test_batches_are_made_where_grain_has_no_statistics(self, stream):
+        class Bare:
+            pass
+
+        assert recorded(Bare(), lambda: 5) == 5
+        bare = Bare()
+        bare._stats = Bare()
+        assert recorded(bare, lambda: 5) == 5
+
+    def test_a_report_can_be_read_at_any_time(self, tokens, token_plan):
+        """Each is of one moment: the counts agree among themselves, and go up only."""
+        parent = grain.MapDataset.source(tokens).repeat(20).to_iter_dataset(NO_THREADS)
+        iterator = iter(sb.BucketedIterDataset(parent, token_plan, max_wait=40))
+        reports, done = [], threading.Event()
+
+        def watch():
+            while not done.is_set():
+                reports.append(iterator.report())
+
+        with ThreadPoolExecutor(1) as pool:
+            watching = pool.submit(watch)
+            seen = [iterator.get_state()["seen"] for _ in iterator]
+            done.set()
+            watching.result()
+        assert {report.seen for report in reports} <= {0, *seen, 2000}
+        assert [report.seen for report in reports] == sorted(report.seen for report in reports)
+        for report in reports:
+            assert all(
+                count <= batches * bucket.batch_size
+                for count, batches, bucket in zip(report.samples, report.batches, token_plan.buckets, strict=True)
+            )
+        assert iterator.report().summary.startswith("2,000 of 2,000 samples in ")
+        assert iterator.report().summary.endswith(", 0 waiting, 0 dropped, 0 truncated")
 
 
 def test_what_is_no_data_set_or_no_plan_is_refused(source, token_plan, token_lengths):

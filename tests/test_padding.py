@@ -1,3 +1,6 @@
+import pickle
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -5,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shapebucket as sb
+from shapebucket import padding
 
 LAYOUT = sb.Layout(
     {"text": {"src": "int32[s]", "weight": "float32[s]"}, "image": "uint8[h w 3]", "label": "int64[]"},
@@ -154,3 +158,89 @@ def test_an_axis_may_stand_twice_in_a_feature():
     assert batch["bias"].sum(axis=(1, 2)).tolist() == [4, 16]
     assert layout.elements([[3]]).tolist() == [9 + 3]
     jax.tree.map(np.testing.assert_array_equal, sb.unpad(batch, batch, layout), data)
+
+
+class TestChecker:
+    """It says what `Layout.check` and `BucketPlan.index` say, the second time too."""
+
+    SINGLE = sb.BucketPlan(sb.Layout({"x": "int32[s]"}), [sb.Bucket((("s", size),), 2) for size in (4, 8)])
+
+    @staticmethod
+    def asked(plan, sample):
+        try:
+            leaves, lengths = plan.layout.check(sample)
+        except sb.LayoutError as error:
+            return str(error)
+        return [np.asarray(leaf).tolist() for leaf in leaves], lengths, plan.index(lengths)
+
+    @staticmethod
+    def checked(checker, sample):
+        try:
+            leaves, (lengths, index) = checker.check(sample)
+        except sb.LayoutError as error:
+            return str(error)
+        return [np.asarray(leaf).tolist() for leaf in leaves], lengths, index
+
+    @pytest.mark.parametrize("remembered", [16_384, 2])
+    def test_of_one_feature(self, remembered, monkeypatch):
+        monkeypatch.setattr(padding, "_REMEMBERED", remembered)
+        known = np.arange(3, dtype=np.int32)
+        tried = [
+            {"x": known},
+            {"x": known + 1},
+            {"x": np.zeros(8, np.int32)},
+            {"x": np.zeros(9, np.int32)},
+            {"x": known.astype(np.int64)},
+            {"x": known.astype(">i4")},
+            {"x": np.ma.masked_array(known)},
+            {"x": known.reshape(3, 1)},
+            {"x": known.tolist()},
+            {"x": jax.numpy.asarray(known)},
+            {"x": None},
+            {"y": known},
+            {"x": known, "y": known},
+            types.MappingProxyType({"x": known}),
+            known,
+            {"x": {"x": known}},
+        ]
+        checker = padding.Checker(self.SINGLE)
+        for sample in tried * 3:
+            assert self.checked(checker, sample) == self.asked(self.SINGLE, sample)
+            assert len(checker._known) <= remembered
+
+    def test_of_nested_features(self):
+        good = make(2, 1, 3, 7)
+        tried = [
+            good,
+            make(2, 1, 4, 3),
+            make(9, 1, 4, 3),
+            {**good, "label": 5},
+            {**good, "label": np.int32(5)},
+            {**good, "label": np.float64(5)},
+            {**good, "label": "x"},
+            {**good, "text": good["text"]["src"]},
+            {**good, "text": {"src": good["text"]["src"]}},
+            {**good, "text": {**good["text"], "more": 1}},
+            {**good, "text": types.MappingProxyType(good["text"])},
+            {**good, "text": {**good["text"], "weight": np.ones(4, np.float32)}},
+            {key: good[key] for key in reversed(good)},
+            {key: good[key] for key in ("text", "image")},
+        ]
+        checker = padding.Checker(plan())
+        for sample in tried * 3:
+            assert self.checked(checker, sample) == self.asked(plan(), sample)
+
+    def test_it_can_be_pickled(self):
+        checker = pickle.loads(pickle.dumps(padding.Checker(self.SINGLE)))
+        assert self.checked(checker, {"x": np.zeros(5, np.int32)}) == ([[0] * 5], (5,), 1)
+
+
+@pytest.mark.parametrize("size", [1, 6, 255, 256, 1024, 1025, 70_000])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64, np.uint64])
+def test_length_masks_of_any_size(size, dtype):
+    lengths = np.array([0, 1, min(5, size), min(size, np.iinfo(dtype).max), min(size + 1, np.iinfo(dtype).max)], dtype)
+    mask = sb.length_mask(lengths, size)
+    np.testing.assert_array_equal(mask, np.arange(size) < lengths.astype(np.int64)[:, None])
+    mask[:] = True
+    np.testing.assert_array_equal(sb.length_mask(lengths, size)[0], np.zeros(size, bool))
+    assert sb.length_mask(np.array([-3]), size).sum() == 0

@@ -177,6 +177,7 @@ def test_the_report_counts_what_the_batches_hold():
         assert report.padded_elements[k] == len(mine) * bucket.batch_size * bucket.sizes["s"]
     assert report.padding_fraction == pytest.approx(1 - LENGTHS.sum() / sum(report.padded_elements))
     assert str(report).splitlines()[0].startswith(f"203 of 203 samples in {len(schedule)} batches, padding")
+    assert report.summary == str(report).splitlines()[0] + ", 0 waiting, 0 dropped, 0 truncated"
     assert str(report).splitlines()[-1] == (
         "0 truncated, 0 dropped as overlong, 0 dropped with the remainder, 0 waiting, 0 batches emitted early, 0 absent"
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import bisect
 import copy
+import itertools
+import zlib
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import grain
 import numpy as np
@@ -13,16 +18,19 @@ import numpy as np
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
-from shapebucket.padding import Row, pad_rows
+from shapebucket.loading._grain_private import BatchesOfPlan, recorded
+from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
 from shapebucket.processes import require_one_process
 from shapebucket.schedule import promote
 
 _ANCHOR_EVERY = 16
 _ANCHORS = 1024
+_Waiting = tuple[int, Leaves, Lengths]
+"""A sample in a bucket: its number in the stream, and what it was checked to be."""
 _STATE = {"fingerprint", "parent", "start", "seen", "waiting", "flushed", "counts", "not_emitted"}
 
 
-class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
+class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     """Batches of bucket shapes from a stream: a `grain.IterDataset` over a `grain.IterDataset` of samples.
 
     Each bucket collects samples as they come and emits a batch when it is full; when the stream ends, what is left is
@@ -49,7 +57,8 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
             parent: the samples: dicts of arrays as the plan's layout says.
             plan: the buckets.
             max_wait: the most samples that may pass while a sample waits; then its bucket is emitted as it is, with masked
-                rows. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
+                rows, which costs at most one batch a bucket in `max_wait` samples and leaves every other batch as it would have
+                been. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
                 B rows and share p fills in about B / p samples.
             remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
                 samples out.
@@ -83,8 +92,14 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
         self.max_wait = max_wait
         self.remainder: Remainder = remainder
         self.overlong: Overlong = overlong
+        self.checker = Checker(plan)
         self._samples = parent
         self._latest: BucketedDatasetIterator | None = None
+
+    @property
+    def emitted(self) -> BucketPlan:
+        """The plan of the batches."""
+        return self.plan
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -103,7 +118,9 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
     def report(self) -> LoaderReport:
         """Counts what became of every sample of the iterator that was made last in this process; print it.
 
-        Under `RepeatIterDataset` the counts start anew with each pass.
+        It may be asked at any time, from any thread, whatever stages come behind: `map` changes nothing, a thread that reads
+        ahead counts what it has read ahead. Under `RepeatIterDataset` the counts start anew with each pass. Before
+        `mp_prefetch` each worker counts its own part, in its own process, and nothing is counted here.
 
         Raises:
             ScheduleError: if it has read nothing in this process: worker processes count on their own.
@@ -120,13 +137,6 @@ class BucketedIterDataset(grain.IterDataset[dict[str, Any]]):
 
     def __str__(self) -> str:
         return f"BucketedIterDataset(buckets={len(self.plan)}, max_wait={self.max_wait})"
-
-
-class _Waiting(NamedTuple):
-    """A sample in a bucket: its number in the stream, and its checked arrays."""
-
-    number: int
-    row: Row
 
 
 class _Counts:
@@ -160,7 +170,10 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._source = parent
         self._dataset = dataset
         self._plan = dataset.plan
+        self._batch_sizes = [bucket.batch_size for bucket in dataset.plan.buckets]
+        self._open = True
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
+        self._placed = False  # whether the parent is where that state says
         self._reset()
         self._publish()
 
@@ -176,6 +189,10 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._failure: Exception | None = None
 
     def __next__(self) -> dict[str, Any]:
+        if not self._open:
+            raise ScheduleError(
+                "this iterator was closed: make another with iter(dataset), and set_state() to go on with it"
+            )
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
@@ -185,25 +202,24 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             self._publish()
 
     def _next_batch(self) -> dict[str, Any]:
-        while self._flush is None:
-            index = self._overdue()
-            if index is not None:
-                self._counts.early += 1
+        if self._flush is None:
+            try:
+                index = self._collect()
+            except StopIteration:
+                self._flush = self._last_batches()
             else:
-                try:
-                    index = self._read()
-                except StopIteration:
-                    self._end()
-                    break
-            if index is not None:
                 rows, self._waiting[index] = self._waiting[index], []
-                self._prune()
-                return self._batch(index, rows)
-        assert self._flush is not None
+                self._prune(self._oldest()[0])
+                return recorded(self, partial(self._batch, index, rows))
         if self._flushed == len(self._flush):
             raise StopIteration
         self._flushed += 1
-        return self._batch(*self._flush[self._flushed - 1])
+        return recorded(self, partial(self._batch, *self._flush[self._flushed - 1]))
+
+    def close(self) -> None:
+        """Ends the iterator and its parents; `get_state` and `report` stay."""
+        self._open = False
+        super().close()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state as JSON values, new ones each time and of constant structure."""
@@ -219,7 +235,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             "parent": copy.deepcopy(parent),
             "start": start,
             "seen": self._seen,
-            "waiting": ",".join(str(number - start) for number in numbers),
+            "waiting": _pack(numbers, start),
             "flushed": self._flushed,
             "counts": self._counts.to_json(),
             "not_emitted": self._not_emitted(),
@@ -229,12 +245,13 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         """Takes a state that `get_state` returned; the samples that waited are read again at the next `next`.
 
         Raises:
-            StateError: if it was saved with another plan or configuration.
+            StateError: if it was saved with another plan or configuration, or is no state at all.
         """
         mine = self._dataset.fingerprint
         if not isinstance(state, dict) or not isinstance(state.get("fingerprint"), dict):
             raise StateError(
-                f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}"
+                f"this is no state of a BucketedIterDataset, which get_state() returns: {str(state)[:80]!r}; one that was "
+                "saved behind mp_prefetch goes back behind mp_prefetch, with as many workers"
             )
         if missing := _STATE - state.keys():
             raise StateError(f"the state is not whole: it lacks {sorted(missing)}")
@@ -247,6 +264,8 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved by a loader with {'; '.join(changed)}: restore it into one with the same plan (its file, "
                 "BucketPlan.load) and policies"
             )
+        _unpack(state["waiting"], state["start"])
+        self._place(state["parent"])
         self._reset()
         self._saved = copy.deepcopy(state)
         self._published = (self._saved["counts"], self._saved["not_emitted"])
@@ -266,7 +285,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def _numbers(self) -> list[int]:
         """The samples in buckets, ascending."""
-        return sorted(each.number for waiting in self._waiting for each in waiting)
+        return sorted([number for waiting in self._waiting for number, _, _ in waiting])
 
     def _not_emitted(self) -> int:
         """Samples in buckets that are still to be emitted."""
@@ -274,85 +293,134 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             return sum(map(len, self._waiting))
         return sum(len(rows) for _, rows in self._flush[self._flushed :])
 
+    def _place(self, parent: Any) -> None:
+        """Restores the parent at once: what it refuses is known early, and `start_prefetch` starts in the right place."""
+        try:
+            self._source.set_state(copy.deepcopy(parent))
+            self._source.get_state()  # where mp_prefetch finds that it has more workers than the state
+        except Exception as error:
+            raise StateError(
+                f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
+                "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
+            ) from error
+        self._placed = True
+
     def _replay(self, saved: dict[str, Any]) -> None:
         """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
         self._reset()
-        self._source.set_state(copy.deepcopy(saved["parent"]))
-        waiting = {saved["start"] + int(offset) for offset in saved["waiting"].split(",") if offset}
+        if not self._placed:
+            self._place(saved["parent"])
+        self._placed = False
         self._seen = saved["start"]
-        while self._seen < saved["seen"]:
-            try:
-                sample = self._take()
-            except StopIteration:
-                raise StateError(
-                    f"the state was saved after {saved['seen']} samples, but the data set ends after {self._seen}: it is not "
-                    "the one that the state was saved with"
-                ) from None
-            if self._seen in waiting:
-                self._admit(sample)
-            self._seen += 1
+        try:
+            for number in _unpack(saved["waiting"], saved["start"]):
+                self._skip(number)
+                self._read(number + 1)
+            self._skip(saved["seen"])
+        except StopIteration:
+            raise StateError(
+                f"the state was saved after {saved['seen']} samples, but the data set ends after {self._seen}: it is not "
+                "the one that the state was saved with"
+            ) from None
         self._counts = _Counts.from_json(saved["counts"])
         self._flushed = saved["flushed"]
 
-    def _take(self) -> Any:
-        """Takes sample number `_seen` from the parent, noting the parent's state before it every few samples."""
-        if not self._anchors or (self._seen % _ANCHOR_EVERY == 0 and self._anchors[-1][0] != self._seen):
-            self._anchors.append((self._seen, self._source.get_state()))
-            self._prune()
-        return next(self._source)
+    def _skip(self, stop: int) -> None:
+        """Passes over the samples before number `stop`, which no batch needs again."""
+        oldest, _ = self._oldest()
+        due = self._note(oldest)
+        while self._seen < stop:
+            for _ in range(self._seen, min(due, stop)):
+                next(self._source)
+                self._seen += 1
+            due = self._note(oldest)
 
-    def _read(self) -> int | None:
-        """Takes a sample and puts it into its bucket; returns the bucket's position if that is full now.
+    def _note(self, oldest: int) -> int:
+        """Notes the parent's state before sample `_seen` if that is due; returns the number at which it is due again.
+
+        Args:
+            oldest: the first sample that waits, `_seen` if none does.
+        """
+        past = self._seen % _ANCHOR_EVERY
+        if not self._anchors or (past == 0 and self._anchors[-1][0] != self._seen):
+            self._anchors.append((self._seen, self._source.get_state()))
+            self._prune(oldest)
+        return self._seen + _ANCHOR_EVERY - past
+
+    def _collect(self) -> int:
+        """Reads samples until a bucket is full, or one of its samples has waited for `max_wait`; returns its position."""
+        limit = self._dataset.max_wait
+        oldest, index = self._oldest()
+        while True:
+            if limit is not None and self._seen - oldest > limit:
+                self._counts.early += 1
+                return index
+            stop = self._note(oldest)
+            full = self._read(stop if limit is None else min(stop, oldest + limit + 1))
+            if full is not None:
+                return full
+            if index < 0:  # nothing waited
+                oldest, index = self._oldest()
+
+    def _read(self, stop: int) -> int | None:
+        """Puts samples up to number `stop` into their buckets; returns the position of the first bucket that is full then.
 
         A sample that cannot be read, or is refused, stays the next one: each call raises again, since whether the parent would
         give it again is not known. A state taken then has it still to come: set it to try again.
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        source, check, waiting, batch_sizes = (
+            self._source,
+            self._dataset.checker.check,
+            self._waiting,
+            self._batch_sizes,
+        )
+        number = self._seen
         try:
-            index = self._admit(self._take())
+            for number in range(self._seen, stop):
+                sample = next(source)
+                if sample is None:
+                    self._counts.absent += 1
+                    continue
+                leaves, (lengths, index) = check(sample)
+                if index is None:
+                    index = self._bucket_of_overlong(lengths, number)
+                    if index is None:
+                        continue
+                bucket = waiting[index]
+                bucket.append((number, leaves, lengths))
+                if len(bucket) == batch_sizes[index]:
+                    number += 1
+                    return index
+            number = stop
+            return None
         except StopIteration:
             raise
+        except LayoutError as error:
+            self._failure = error.at(number)
+            raise self._failure from None
         except Exception as error:
             self._failure = error
             raise
-        self._seen += 1
-        if index is not None and len(self._waiting[index]) == self._plan.buckets[index].batch_size:
-            return index
+        finally:
+            self._seen = number
+
+    def _bucket_of_overlong(self, lengths: Lengths, number: int) -> int | None:
+        """Decides on a sample that fits no bucket: the position of the one it is cut to, or None if it is dropped."""
+        if self._dataset.overlong == "error":
+            raise OverlongError(self._plan.layout.named(lengths), str(self._plan.buckets[-1]), sample=number)
+        if self._dataset.overlong == "truncate":
+            return int(self._plan.assign([lengths], truncate=True)[0])
+        self._counts.overlong_dropped += 1
         return None
 
-    def _admit(self, sample: Any) -> int | None:
-        """Puts sample number `_seen` into its bucket; returns the bucket's position, or None if it is left out."""
-        if sample is None:
-            self._counts.absent += 1
-            return None
-        try:
-            row = Row(*self._plan.layout.check(sample))
-        except LayoutError as error:
-            raise error.at(self._seen) from None
-        index = self._plan.index(row.lengths)
-        if index is None:
-            if self._dataset.overlong == "error":
-                named = self._plan.layout.named(row.lengths)
-                raise OverlongError(named, str(self._plan.buckets[-1]), sample=self._seen)
-            if self._dataset.overlong == "drop":
-                self._counts.overlong_dropped += 1
-                return None
-            index = int(self._plan.assign([row.lengths], truncate=True)[0])
-        self._waiting[index].append(_Waiting(self._seen, row))
-        return index
+    def _oldest(self) -> tuple[int, int]:
+        """Returns the number of the sample that has waited longest and its bucket's position; `_seen` and -1 if none waits."""
+        return min([(waiting[0][0], k) for k, waiting in enumerate(self._waiting) if waiting], default=(self._seen, -1))
 
-    def _overdue(self) -> int | None:
-        """Returns the bucket whose oldest sample has waited too long, if one has."""
-        limit = self._dataset.max_wait
-        if limit is None:
-            return None
-        oldest = min(((waiting[0].number, k) for k, waiting in enumerate(self._waiting) if waiting), default=None)
-        return oldest[1] if oldest is not None and self._seen - oldest[0] > limit else None
-
-    def _prune(self) -> None:
+    def _prune(self, oldest: int) -> None:
         """Forgets the parent's states that no waiting sample needs, the last one left out."""
-        oldest = min((waiting[0].number for waiting in self._waiting if waiting), default=self._seen)
         while len(self._anchors) > 1 and self._anchors[1][0] <= oldest:
             self._anchors.popleft()
         if len(self._anchors) > self._anchor_limit:
@@ -361,26 +429,47 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             self._anchors = deque(anchor for i, anchor in enumerate(self._anchors) if i in needed)
             self._anchor_limit = max(_ANCHORS, 2 * len(self._anchors))
 
-    def _end(self) -> None:
+    def _last_batches(self) -> list[tuple[int, list[_Waiting]]]:
         """Decides on the last batches, once the parent has ended; the buckets stay as they are, for the state."""
-        self._flush = []
-        for partial in promote([len(waiting) for waiting in self._waiting], self._plan):
-            rows = [each for k, start, stop in partial.parts for each in self._waiting[k][start:stop]]
-            full = len(rows) == self._plan.buckets[partial.bucket].batch_size
+        batches: list[tuple[int, list[_Waiting]]] = []
+        for partial_batch in promote([len(waiting) for waiting in self._waiting], self._plan):
+            rows = [each for k, start, stop in partial_batch.parts for each in self._waiting[k][start:stop]]
+            full = len(rows) == self._batch_sizes[partial_batch.bucket]
             if full or self._dataset.remainder == "pad":
-                self._flush.append((partial.bucket, rows))
-        self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in self._flush)
+                batches.append((partial_batch.bucket, rows))
+        self._counts.remainder_dropped = len(self._numbers()) - sum(len(rows) for _, rows in batches)
+        return batches
 
-    def _batch(self, index: int, waiting: list[_Waiting]) -> dict[str, Any]:
+    def _batch(self, index: int, waiting: Sequence[_Waiting]) -> dict[str, Any]:
         """Pads the samples of a bucket, and counts them."""
-        bucket = self._plan.buckets[index]
-        rows = [each.row for each in waiting]
-        lengths, sizes = np.array([row.lengths for row in rows]), self._plan.sizes[index]
+        _, rows, lengths = zip(*waiting, strict=True)
+        found = table(lengths, self._plan.layout)
+        truncate = self._dataset.overlong == "truncate"
+        real = found
+        if truncate:
+            real = np.minimum(found, self._plan.sizes[index])
+            self._counts.truncated += int((found > real).any(axis=1).sum())
         self._counts.batches[index] += 1
         self._counts.samples[index] += len(rows)
-        self._counts.real_elements[index] += int(self._plan.layout.elements(np.minimum(lengths, sizes)).sum())
-        self._counts.truncated += int((lengths > sizes).any(axis=1).sum())
-        return pad_rows(rows, bucket, self._plan, truncate=self._dataset.overlong == "truncate")
+        self._counts.real_elements[index] += int(self._plan.layout.elements(real).sum())
+        return pad_rows(rows, found, self._plan.buckets[index], self._plan, truncate=truncate)
 
     def __str__(self) -> str:
         return f"BucketedDatasetIterator(buckets={len(self._plan)})"
+
+
+def _pack(numbers: Sequence[int], start: int) -> str:
+    """Writes ascending numbers from `start` on as text: their gaps, compressed, since hundreds of samples may wait."""
+    gaps = ",".join([str(number - before) for before, number in itertools.pairwise([start, *numbers])])
+    return base64.b64encode(zlib.compress(gaps.encode(), 1)).decode()
+
+
+def _unpack(packed: str, start: int) -> list[int]:
+    """Reads what `_pack` wrote."""
+    try:
+        gaps = zlib.decompress(base64.b64decode(packed, validate=True)).decode()
+        return list(itertools.accumulate(map(int, gaps.split(",")), initial=start))[1:] if gaps else []
+    except (ValueError, TypeError, zlib.error) as error:
+        raise StateError(
+            f"the state's list of waiting samples cannot be read ({error}): {str(packed)[:80]!r}"
+        ) from error

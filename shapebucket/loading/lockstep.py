@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import ProcessError, ScheduleError, StateError
 from shapebucket.loader_report import check_plan
+from shapebucket.loading._grain_private import BatchesOfPlan
 from shapebucket.padding import pad
 
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
@@ -27,7 +28,7 @@ _STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step"}
 Counts = npt.NDArray[np.integer[Any]]
 
 
-class LockstepIterDataset(grain.IterDataset[dict[str, Any]]):
+class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     """Batches of a stream, such that every JAX process has the same bucket at each step, and as many steps.
 
     For data without known lengths, where `BucketedMapDataset(shard="jax")` cannot be used: that one needs no agreement.
@@ -35,8 +36,8 @@ class LockstepIterDataset(grain.IterDataset[dict[str, Any]]):
     each other how many of each bucket they hold (a collective of a few integers), and all emit what all have. Where they
     have nothing in common, they emit the bucket most of them have, and the others a batch of padding rows; so it is with a
     batch held for 8 windows, and with those whose stream has ended, until all have. Shuffled streams fill their buckets so
-    much alike that with 8 buckets, 2 to 32 processes and a window of 32, fewer than one batch in a thousand was padding, and
-    one collective did for 14 to 28 steps.
+    much alike that in simulations with 8 buckets, 2 to 32 processes and a window of 32, fewer than one batch in a thousand
+    was padding, and one collective did for 14 to 28 steps.
 
         local = plan.per_process(jax.process_count())
         mine = ds[jax.process_index() :: jax.process_count()].to_iter_dataset()
@@ -79,6 +80,11 @@ class LockstepIterDataset(grain.IterDataset[dict[str, Any]]):
 
     def __iter__(self) -> LockstepDatasetIterator:
         return LockstepDatasetIterator(iter(self._batches), self)
+
+    @property
+    def emitted(self) -> BucketPlan:
+        """The plan of the batches."""
+        return self.plan
 
     @property
     def fingerprint(self) -> dict[str, Any]:

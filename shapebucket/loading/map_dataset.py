@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import threading
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args, overload
 
 import grain
@@ -15,7 +17,8 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, ScheduleError
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
-from shapebucket.padding import Row, pad_rows
+from shapebucket.loading._grain_private import BatchesOfPlan, recorded
+from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
 from shapebucket.processes import ShardLike, require_one_process
 from shapebucket.sampling import evenly
 from shapebucket.schedule import Schedule
@@ -24,7 +27,7 @@ Absent = Literal["error", "mask"]
 _PROBES = 8
 
 
-class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
+class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
     """Batches of bucket shapes by random access: a `grain.MapDataset` over a `grain.MapDataset` of samples.
 
     Which samples form which batch is known before any is read (see `Schedule`), so the state of an iterator is one
@@ -107,6 +110,7 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
                 "this data set, before .repeat() and .batch()"
             )
         self._samples = parent
+        self._checker = Checker(plan)
         self._probe()
 
     def _probe(self) -> None:
@@ -136,6 +140,11 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
     def plan(self) -> BucketPlan:
         """The buckets."""
         return self.schedule.plan
+
+    @property
+    def emitted(self) -> BucketPlan:
+        """The plan of the batches that this process makes: that of its part."""
+        return self.schedule.own
 
     @property
     def masked(self) -> int:
@@ -169,22 +178,28 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
             return self.slice(index)
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
-        rows = self._rows(indices, offset)
+        rows, lengths = self._rows(indices, offset)
         self._masked.add(len(indices) - len(rows))
-        return pad_rows(rows, bucket, self.plan, truncate=self.schedule.overlong == "truncate")
+        truncate = self.schedule.overlong == "truncate"
+        return recorded(self, partial(pad_rows, rows, lengths, bucket, self.plan, truncate=truncate))
 
-    def _rows(self, indices: npt.NDArray[Any], offset: int) -> list[Row]:
-        """Reads the samples that are there, and checks that they have the lengths they were measured with."""
+    def _rows(self, indices: npt.NDArray[Any], offset: int) -> tuple[Sequence[Leaves], npt.NDArray[np.int64]]:
+        """Reads the samples that are there, and checks that they have the lengths they were measured with.
+
+        Returns:
+            Their leaves, and their lengths [n, A].
+        """
         read = [self._row(number, offset) for number in indices.tolist()]
-        rows = [row for row in read if row is not None]
-        if len(rows) < len(read):
+        there = [row for row in read if row is not None]
+        if len(there) < len(read):
             indices = indices[[row is not None for row in read]]
+        lengths = table([each for _, each in there], self.plan.layout)
         expected = self.schedule.lengths.values[indices]
-        if not np.array_equal(np.reshape([row.lengths for row in rows], expected.shape), expected):
-            raise self._changed(indices, rows, expected)
-        return rows
+        if not np.array_equal(lengths, expected):
+            raise self._changed(indices, lengths, expected)
+        return [leaves for leaves, _ in there], lengths
 
-    def _row(self, index: int, offset: int) -> Row | None:
+    def _row(self, index: int, offset: int) -> tuple[Leaves, Lengths] | None:
         sample = self._samples[offset + index]
         if sample is None:
             if self.absent == "mask":
@@ -195,16 +210,19 @@ class BucketedMapDataset(grain.MapDataset[dict[str, Any]]):
                 "in place of such elements"
             )
         try:
-            return Row(*self.plan.layout.check(sample))
+            leaves, (lengths, _) = self._checker.check(sample)
         except LayoutError as error:
             raise error.at(index) from None
+        return leaves, lengths
 
-    def _changed(self, indices: npt.NDArray[Any], rows: list[Row], expected: npt.NDArray[np.int32]) -> ScheduleError:
+    def _changed(
+        self, indices: npt.NDArray[Any], found: npt.NDArray[np.int64], expected: npt.NDArray[np.int32]
+    ) -> ScheduleError:
         """Explains the first sample that has not the length it was measured with."""
-        at = next(i for i, row in enumerate(rows) if list(row.lengths) != expected[i].tolist())
+        at = int(np.argmax((found != expected).any(axis=1)))
         named = self.plan.layout.named
         return ScheduleError(
-            f"sample {indices[at]} has lengths {named(rows[at].lengths)}, but "
+            f"sample {indices[at]} has lengths {named(found[at])}, but "
             f"{named(expected[at])} was measured: the lengths are of other data, or the data "
             "set changes between epochs. Shuffle with the loader (shuffle=True, seed=…) and not before it; freeze a mix with "
             ".repeat(1, reseed_each_epoch=False); for random lengths use BucketedIterDataset"

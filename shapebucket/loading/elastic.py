@@ -1,0 +1,168 @@
+"""ElasticIterDataset: worker processes whose state does not depend on how many there are."""
+
+from __future__ import annotations
+
+import builtins
+import multiprocessing
+import os
+import threading
+from functools import partial
+from typing import Any, TypeVar
+
+import grain
+
+from shapebucket.errors import ScheduleError, StateError
+from shapebucket.loading._grain_private import ElementsOfParent, connect, recorded
+
+_T = TypeVar("_T")
+
+
+class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
+    """Reads a `grain.MapDataset` in its order, with threads and worker processes; the state is one integer.
+
+    It stands in the place of `to_iter_dataset(…).mp_prefetch(…)`, whose state holds one state a worker, so that another number
+    of workers does not take it. Here the state is `{"next_index": n}` for any number, as that of `to_iter_dataset` without
+    workers: a checkpoint of one is restored into the other.
+
+    Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over. The
+    workers end when their parent is killed; those of `mp_prefetch` alone then wait for ever.
+    """
+
+    def __init__(
+        self,
+        parent: grain.MapDataset[_T],
+        read_options: grain.ReadOptions | None = None,
+        multiprocessing_options: grain.MultiprocessingOptions | None = None,
+    ) -> None:
+        """Makes the stage; reads nothing.
+
+        Args:
+            parent: what is read: batches of a `BucketedMapDataset`, after `repeat` and `map`; or samples, for a
+                `BucketedIterDataset` behind this.
+            read_options: of each worker, or of this process without workers; Grain's default reads 500 elements ahead.
+            multiprocessing_options: how many workers, and how many elements each keeps ready. None: no workers.
+
+        Raises:
+            ScheduleError: if `parent` is no `grain.MapDataset`.
+        """
+        if not isinstance(parent, grain.MapDataset):
+            raise ScheduleError(
+                f"ElasticIterDataset takes a grain.MapDataset, but got {type(parent).__name__}: put it in the place of "
+                ".to_iter_dataset(…).mp_prefetch(…)"
+            )
+        super().__init__(parent)
+        self._source = parent
+        self._workers = multiprocessing_options.num_workers if multiprocessing_options else 0
+        self._shards = [self._shard(at, read_options, multiprocessing_options) for at in range(max(1, self._workers))]
+
+    def _shard(
+        self, at: int, read: grain.ReadOptions | None, workers: grain.MultiprocessingOptions | None
+    ) -> grain.IterDataset[_T]:
+        if not self._workers or workers is None:
+            return self._source.to_iter_dataset(read, allow_nones=True)
+        one = grain.MultiprocessingOptions(1, workers.per_worker_buffer_size, workers.enable_profiling)
+        return self._source[at :: self._workers].to_iter_dataset(read, allow_nones=True).mp_prefetch(one, _watch_parent)
+
+    def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
+        """Refuses `mp_prefetch`, which would cut up what is read here.
+
+        Raises:
+            ScheduleError: always.
+        """
+        raise ScheduleError(
+            f"ElasticIterDataset has its own workers, and mp_prefetch behind it asks for a part ({sl}, {sequential_slice=}): "
+            "leave mp_prefetch out, and say multiprocessing_options=grain.MultiprocessingOptions(num_workers=…)"
+        )
+
+    def __iter__(self) -> grain.DatasetIterator[_T]:
+        return _ElasticDatasetIterator([iter(shard) for shard in self._shards], len(self._source))
+
+    def __str__(self) -> str:
+        return f"ElasticIterDataset(workers={self._workers})"
+
+
+class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
+    """Takes turns between iterators over every n-th element each."""
+
+    def __init__(self, shards: list[grain.DatasetIterator[_T]], length: int) -> None:
+        super().__init__(shards)
+        self._shards = shards
+        self._length = length
+        self._next = 0
+        self._placed = False  # whether the shards stand where `_next` says
+
+    def __next__(self) -> _T:
+        while self._next < self._length:
+            element = self._take()
+            if element is not None:
+                return recorded(self, partial(_same, element))
+        raise StopIteration
+
+    def _take(self) -> _T:
+        """Takes the next element. One that cannot be read stays the next one."""
+        self.start_prefetch()
+        try:
+            element = next(self._shards[self._next % len(self._shards)])
+        except BaseException as error:
+            self._placed = False  # how far the shard came is not known
+            if isinstance(error, StopIteration):  # would pass for the end of the data
+                raise ScheduleError(
+                    f"element {self._next} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
+                ) from error
+            raise
+        self._next += 1
+        return element
+
+    def start_prefetch(self) -> None:
+        """Puts the shards in their places and starts them, all at once; does nothing the second time."""
+        if self._placed:
+            return
+        connect(self)
+        for at, shard in enumerate(self._shards):
+            before = -(-(self._next - at) // len(self._shards))
+            grain.experimental.set_next_index(shard, before)
+        for shard in self._shards:
+            shard.start_prefetch()
+        self._placed = True
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns how many elements were passed, the same for any number of workers."""
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes a state that `get_state` returned, or an iterator of `to_iter_dataset` without workers.
+
+        Raises:
+            StateError: if it is neither, or of a longer data set.
+        """
+        index = state.get("next_index") if isinstance(state, dict) and len(state) == 1 else None
+        if not isinstance(index, int):
+            raise StateError(
+                f"ElasticIterDataset takes the state {{'next_index': n}}, but got {str(state)[:80]!r}: it was saved by another "
+                "pipeline (that of mp_prefetch holds one state a worker)"
+            )
+        if not 0 <= index <= self._length:
+            raise StateError(
+                f"the state was saved after {index} elements, but the data set has {self._length}: it is not the one that the "
+                "state was saved with"
+            )
+        self._next, self._placed = index, False
+
+    def __str__(self) -> str:
+        return f"ElasticDatasetIterator(shards={len(self._shards)})"
+
+
+def _same(element: _T) -> _T:
+    return element
+
+
+def _watch_parent(worker: int, workers: int) -> None:
+    """Starts a thread that ends this worker process when its parent has died."""
+    threading.Thread(target=_end_with_parent, name=f"watch-parent-{worker}-of-{workers}", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,193 @@
+"""ElasticIterDataset: the state does not depend on the number of workers."""
+
+import json
+
+import grain
+import numpy as np
+import pytest
+from absl import flags
+from conftest import make_tokens
+
+import shapebucket as sb
+
+READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+def workers(count: int) -> grain.MultiprocessingOptions:
+    flags.FLAGS.mark_as_parsed()  # https://github.com/google/grain/issues/1355
+    return grain.MultiprocessingOptions(num_workers=count)
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+class FailsOnce(grain.MapDataset):
+    """The numbers below a length; one of them cannot be read the first time."""
+
+    def __init__(self, length, fails=None):
+        super().__init__()
+        self.length, self.fails = length, fails
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        if index == self.fails:
+            self.fails = None
+            raise OSError("try again")
+        return index
+
+
+class TestWithoutWorkers:
+    def test_it_gives_what_to_iter_dataset_gives(self):
+        dataset = grain.MapDataset.range(10).repeat(2)
+        assert list(sb.ElasticIterDataset(dataset, READ)) == list(dataset.to_iter_dataset(READ))
+
+    def test_states_are_those_of_to_iter_dataset(self):
+        """A run that did without this stage can take it up, and the reverse."""
+        dataset = grain.MapDataset.range(10)
+        plain, elastic = iter(dataset.to_iter_dataset(READ)), iter(sb.ElasticIterDataset(dataset, READ))
+        for expected in range(10):
+            assert plain.get_state() == elastic.get_state()
+            assert next(elastic) == next(plain) == expected
+        plain.set_state({"next_index": 7})
+        elastic.set_state({"next_index": 7})
+        assert list(plain) == list(elastic) == [7, 8, 9]
+
+    @pytest.mark.parametrize("read", [READ, NO_THREADS])
+    def test_grains_own_check_passes(self, read):
+        dataset = grain.MapDataset.range(10).filter(lambda number: number % 3 != 1)
+        grain.experimental.assert_equal_output_after_checkpoint(sb.ElasticIterDataset(dataset, read))
+
+    @pytest.mark.parametrize("read", [READ, NO_THREADS])
+    def test_an_element_that_could_not_be_read_is_read_again(self, read):
+        """Grain's own iterator with threads passes it over."""
+        iterator = iter(sb.ElasticIterDataset(FailsOnce(10, fails=4), read))
+        assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(OSError, match="try again"):
+            next(iterator)
+        assert iterator.get_state() == {"next_index": 4}
+        assert list(iterator) == [4, 5, 6, 7, 8, 9]
+
+    def test_an_endless_data_set_goes_on_from_far_away(self):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(10).repeat(), READ))
+        iterator.set_state({"next_index": 10_000_000_004})
+        assert [next(iterator) for _ in range(8)] == [4, 5, 6, 7, 8, 9, 0, 1]
+
+    def test_the_end_stays_the_end(self):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3), READ))
+        assert list(iterator) == [0, 1, 2]
+        state = iterator.get_state()
+        assert list(iterator) == []
+        fresh = iter(sb.ElasticIterDataset(grain.MapDataset.range(3), READ))
+        fresh.set_state(state)
+        assert list(fresh) == []
+
+    @pytest.mark.parametrize("read", [READ, NO_THREADS])
+    def test_a_stop_iteration_in_a_map_is_not_the_end(self, read):
+        dataset = grain.MapDataset.range(3).map(lambda number: next(iter(range(2 - number))))
+        iterator = iter(sb.ElasticIterDataset(dataset, read))
+        assert [next(iterator), next(iterator)] == [0, 0]
+        with pytest.raises(sb.ScheduleError, match="element 2 of 3 did not come: StopIteration was raised for it"):
+            next(iterator)
+
+    def test_it_repeats(self):
+        repeated = grain.experimental.RepeatIterDataset(sb.ElasticIterDataset(grain.MapDataset.range(3), READ), 2)
+        assert list(repeated) == [0, 1, 2, 0, 1, 2]
+        grain.experimental.assert_equal_output_after_checkpoint(repeated)
+
+
+class TestMessages:
+    def test_what_is_no_map_dataset_is_refused(self):
+        with pytest.raises(
+            sb.ScheduleError,
+            match=r"takes a grain.MapDataset, but got PrefetchIterDataset: put it in the place of \.to_iter_dataset",
+        ):
+            sb.ElasticIterDataset(grain.MapDataset.range(3).to_iter_dataset())
+
+    @pytest.mark.parametrize("state", ["{}", {}, {"next_index": "3"}, {"next_index": 3, "exhausted": [0]}])
+    def test_what_is_no_state_is_refused(self, state):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
+        with pytest.raises(
+            sb.StateError, match=r"takes the state \{'next_index': n\}, but got .*: it was saved by another pipeline"
+        ):
+            iterator.set_state(state)
+
+    @pytest.mark.parametrize("index", [-1, 4])
+    def test_a_state_of_a_longer_data_set_is_refused(self, index):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
+        with pytest.raises(sb.StateError, match=f"was saved after {index} elements, but the data set has 3"):
+            iterator.set_state({"next_index": index})
+
+    def test_it_names_itself(self):
+        dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))
+        assert str(dataset) == "ElasticIterDataset(workers=2)"
+        assert str(iter(dataset)) == "ElasticDatasetIterator(shards=2)"
+
+
+@pytest.mark.slow
+class TestWithWorkers:
+    def test_a_state_goes_from_any_number_of_workers_to_any(self):
+        """0 → 2 → 3 → 1 → 0, with elements that a filter left out, over the end of an epoch."""
+        dataset = grain.MapDataset.range(11).filter(lambda number: number % 4 != 1).repeat(2)
+        expected = list(dataset.to_iter_dataset(READ))
+        found, state = [], {"next_index": 0}
+        for count in (0, 2, 3, 1, 0):
+            iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(count)))
+            iterator.set_state(through_json(state))
+            found += [next(iterator) for _ in range(3)]
+            state = iterator.get_state()
+            iterator.close()
+        iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(2)))
+        iterator.set_state(through_json(state))
+        assert found + list(iterator) == expected
+        iterator.close()
+
+    def test_running_workers_are_placed_anew(self):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
+        assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
+        iterator.set_state({"next_index": 2})
+        assert [next(iterator) for _ in range(5)] == [2, 3, 4, 5, 6]
+        iterator.set_state({"next_index": 17})
+        assert list(iterator) == [17, 18, 19]
+        iterator.set_state({"next_index": 18})
+        assert list(iterator) == [18, 19]
+        iterator.close()
+
+    def test_an_error_in_a_worker_is_raised_and_the_element_read_again(self):
+        dataset = FailsOnce(6, fails=3).map(lambda number: number)
+        iterator = iter(sb.ElasticIterDataset(dataset, NO_THREADS, workers(2)))
+        assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(OSError, match="try again"):
+            next(iterator)
+        with pytest.raises(OSError, match="try again"):  # a new process, which fails once again
+            next(iterator)
+        assert iterator.get_state() == {"next_index": 3}
+        iterator.close()
+
+    def test_mp_prefetch_behind_it_is_refused(self):
+        dataset = sb.ElasticIterDataset(grain.MapDataset.range(6), READ).mp_prefetch(workers(2))
+        with pytest.raises(sb.ScheduleError, match="has its own workers, and mp_prefetch behind it asks for a part"):
+            list(dataset)
+
+    def test_a_stream_behind_it_resumes_with_another_number_of_workers(self, tokens, token_plan):
+        source = grain.MapDataset.source(make_tokens(100))
+        expected = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40))
+        found, state = [], None
+        for count in (0, 2, 3):
+            parent = sb.ElasticIterDataset(source, READ, workers(count))
+            iterator = iter(sb.BucketedIterDataset(parent, token_plan, max_wait=40))
+            if state is not None:
+                iterator.set_state(through_json(state))
+            found += [next(iterator) for _ in range(3)]
+            state = iterator.get_state()
+            if count == 3:
+                found += list(iterator)
+            iterator.close()
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one["tokens"], other["tokens"])
