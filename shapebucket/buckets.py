@@ -19,7 +19,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.errors import LayoutError, OverlongError, PlanError
+from shapebucket.errors import LayoutError, LengthsError, OverlongError, PlanError
 from shapebucket.files import replacing
 from shapebucket.histogram import LengthHistogram
 from shapebucket.layout import Layout
@@ -91,9 +91,11 @@ class PlanReport:
         padded_elements: the elements computed on, padding included.
         overlong: samples longer than every bucket; they are counted in the bucket they would be cut to.
         pad_to_max_elements: the elements computed on if every sample were padded to one shape that holds them all.
-        least_elements: a lower bound: no plan of as many buckets and the same alignment computes on fewer elements. The
-            planner's knowledge: None for a report on other lengths or of a plan made by hand, or for a cost beside elements.
-        curve: the least cost with at most 1, 2, … buckets, in the planner's cost; empty where it did not look.
+        least_elements: a lower bound: no plan of as many buckets and the same alignment, with the boundaries that must be
+            there, computes on fewer elements. The planner's knowledge: None for a report on other lengths or of a plan made
+            by hand, or for a cost beside elements.
+        curve: the least cost with at most 1, 2, … buckets, in the planner's cost, infinity where so few cannot be; empty where
+            it did not look.
     """
 
     buckets: tuple[str, ...]
@@ -109,7 +111,13 @@ class PlanReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanReport:
         """Makes a report from its fields as JSON gives them, lists for tuples."""
-        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})  # pyright: ignore[reportArgumentType]
+        facts = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+        facts["curve"] = tuple(math.inf if cost is None else cost for cost in value["curve"])
+        return cls(**facts)  # pyright: ignore[reportArgumentType]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values."""
+        return asdict(self) | {"curve": [cost if math.isfinite(cost) else None for cost in self.curve]}
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -158,7 +166,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         rows = [
-            [bucket, f"{share:.1%}", f"{1 - padding:.1%}", f"{padding:.1%}", f"{batches:,}"]
+            [bucket, f"{share:.1%}", f"{1 - padding:.1%}" if batches else "–", f"{padding:.1%}", f"{batches:,}"]
             for bucket, share, padding, batches in zip(
                 self.buckets, self.shares, self.padding_fractions, self.batches, strict=True
             )
@@ -191,6 +199,19 @@ def histogram_of(lengths: Lengths, axes: Sequence[str]) -> LengthHistogram:
         check_axes(lengths.axes, axes)
         return lengths.on(axes)
     return LengthTable.of(lengths, axes).histogram
+
+
+def check_countable(lengths: LengthHistogram, layout: Layout, sizes: npt.NDArray[np.int64]) -> None:
+    """Raises LengthsError where the elements of all samples, padded to `sizes` [A] or to the longest, exceed 64 bits."""
+    if not len(lengths.counts):
+        return
+    largest = np.maximum(lengths.shapes.max(axis=0), sizes)
+    each = sum(math.prod(int(largest[layout.axes.index(axis)]) for axis in axes) for axes in layout.axis_sets)
+    if each * len(lengths) >= 2**63:
+        raise LengthsError(
+            f"{len(lengths):,} samples of up to {layout.named(largest)} are more elements than 64 bits can count: plan from "
+            "a part of the samples, or measure in larger units"
+        )
 
 
 def padding_fraction(real: int, padded: float) -> float:
@@ -265,7 +286,8 @@ class BucketPlan:
         object.__setattr__(self, "buckets", tuple(ordered))
         object.__setattr__(self, "masks", masks)
         object.__setattr__(self, "row_costs", tuple(float(costs[k]) for k in order) if row_costs else None)
-        object.__setattr__(self, "planned", planned)
+        names = tuple(map(str, ordered))
+        object.__setattr__(self, "planned", planned and replace(planned, buckets=names))
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -295,15 +317,17 @@ class BucketPlan:
         shapes = {key: value for key, value in self.to_json().items() if key != "planned"}
         return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16]
 
-    def find(self, lengths: Mapping[str, int] | Sequence[int]) -> Bucket:
+    def find(self, lengths: Mapping[str, int] | Sequence[int] | int) -> Bucket:
         """Returns the bucket of a sample: the cheapest that holds it.
 
         Args:
-            lengths: the sample's length on each axis, in elements, by name or in the layout's order.
+            lengths: the sample's length on each axis, in elements, by name or in the layout's order; a number for one axis.
 
         Raises:
             OverlongError: if none holds it.
         """
+        if isinstance(lengths, int):
+            lengths = [lengths]
         if isinstance(lengths, Mapping):
             lengths = [lengths[axis] for axis in self.layout.axes]
         index = self.index(lengths)
@@ -378,6 +402,7 @@ class BucketPlan:
             LengthsError: for lengths that are none, or of other axes.
         """
         given = histogram_of(lengths, self.layout.axes)
+        check_countable(given, self.layout, self.sizes.max(axis=0))
         shapes = given.shapes.astype(np.int64)
         samples, real_elements, overlong = self.tally(shapes, self.assign(shapes, truncate=True), given.counts)
         return PlanReport(
@@ -392,12 +417,15 @@ class BucketPlan:
 
     @property
     def curve(self) -> tuple[float, ...]:
-        """The padding fraction of the best plan found with at most 1, 2, … buckets; empty for a cost beside elements."""
+        """The padding fraction of the best plan found with at most 1, 2, … buckets, NaN where so few cannot be.
+
+        Empty for a plan made by hand or by another cost than elements.
+        """
         planned = self.planned
         if planned is None or planned.least_elements is None:
             return ()
         real = sum(planned.real_elements)
-        return tuple(padding_fraction(real, elements) for elements in planned.curve)
+        return tuple(padding_fraction(real, cost) if math.isfinite(cost) else math.nan for cost in planned.curve)
 
     def check(self, bucket: Bucket) -> None:
         """Raises PlanError for a bucket whose axes are not the plan's, in its order."""
@@ -472,7 +500,7 @@ class BucketPlan:
             "masks": self.masks,
             "buckets": [{"axes": bucket.sizes, "batch_size": bucket.batch_size} for bucket in self.buckets],
             "row_costs": None if self.row_costs is None else list(self.row_costs),
-            "planned": None if planned is None else asdict(planned),
+            "planned": None if planned is None else planned.to_json(),
         }
 
     @classmethod

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shapebucket.buckets import BucketPlan
-from shapebucket.errors import LayoutError, PlanError, ShapebucketError
+from shapebucket.errors import LayoutError, LengthsError, PlanError, ShapebucketError
 from shapebucket.histogram import LengthHistogram
 from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable, load_lengths
@@ -39,10 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (ShapebucketError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         print("\n".join([f"shapebucket: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("shapebucket: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("\n".join(["shapebucket: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 130
     return 0
 
@@ -122,7 +125,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=_function,
         metavar="MODULE:FUNCTION",
-        help="gives the lengths of a sample: a number, or a dict by axis; found from the current directory too",
+        help="gives the lengths of a record (bytes) or of a TFDS sample as TFDS gives it: a number, or a dict by axis; found "
+        "from the current directory too. Without it, TFDS text is measured in UTF-8 bytes",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where TFDS data sets are (TFDS' own default)")
     parser.add_argument(
@@ -204,40 +208,51 @@ def _positive(text: str) -> int:
 
 
 def _lengths(options: argparse.Namespace, *, out: Path | None = None) -> LengthTable | LengthHistogram:
-    """Reads or measures the lengths of the source; measured ones are kept in a file, if one is given."""
+    """Reads or measures the lengths of the source; measured ones are kept in a file, if one is given.
+
+    Raises:
+        LengthsError: also for options that mean nothing for the source.
+    """
     if not names_samples(options.source):
+        given = {"--lengths": options.lengths, "--workers": options.workers, "--data-dir": options.data_dir}
+        if idle := [name for name, value in given.items() if value]:
+            raise LengthsError(f"{', '.join(idle)} mean nothing for a file of lengths, {options.source!r}")
         return load_lengths(options.source, columns=options.columns)
-    samples = open_samples(options.source, data_dir=options.data_dir)
+    if options.columns:
+        raise LengthsError("--columns is for files of lengths; --layout or --lengths says what is measured of samples")
+    samples = open_samples(options.source, data_dir=options.data_dir, raw=options.lengths is not None)
+    if options.lengths is None and len(samples) and isinstance(samples[0], bytes):
+        raise LengthsError("ArrayRecord files hold bytes: say with --lengths MODULE:FUNCTION how long a record is")
     return measure(samples, options.layout, length_fn=options.lengths, workers=options.workers, path=out)
 
 
 def _measure(options: argparse.Namespace) -> None:
     lengths = _lengths(options, out=options.out)
     if options.out and not names_samples(options.source):
+        if options.out.exists():
+            raise LengthsError(f"there is a file {str(options.out)!r} already: delete it, or give another one")
         lengths.save(options.out)
     histogram = lengths if isinstance(lengths, LengthHistogram) else lengths.histogram
-    summary = histogram.summary()
     if options.json:
-        print(json.dumps({"samples": len(histogram), "absent": histogram.absent, "axes": summary}))
+        print(json.dumps({"samples": len(histogram), "absent": histogram.absent, "axes": histogram.summary()}))
         return
-    names = ["min", "median", "p95", "p99", "max", "mean"]
-    rows = [[axis, *(f"{round(facts[name], 1):,}" for name in names)] for axis, facts in summary.items()]
-    title = f"{len(histogram):,} samples, {len(histogram.counts):,} distinct shapes"
-    if histogram.absent:
-        title += f"; {histogram.absent:,} elements are absent"
-    print(render(title, ["axis", *names], rows, text=1, caption=f"kept in {options.out}" if options.out else None))
+    print(histogram)
+    if options.out:
+        print(f"kept in {options.out}")
 
 
 def _plan(options: argparse.Namespace) -> None:
     lengths = _lengths(options)
     plan = plan_buckets(lengths, **_planning(options))
     if options.out:
+        if options.out.exists() and options.out.samefile(options.source):
+            raise PlanError(f"--out {str(options.out)!r} is the file of lengths itself")
         plan.save(options.out)
+    print(json.dumps(plan.summary()) if options.json else plan)
     if options.plot:
         from shapebucket.plots import plot_plan
 
-        plot_plan(lengths, plan).savefig(options.plot, dpi=150)
-    print(json.dumps(plan.summary()) if options.json else plan)
+        _draw(plot_plan(lengths, plan), options.plot)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -255,7 +270,7 @@ def _compare(options: argparse.Namespace) -> None:
 
         most = max(map(len, [ours, *rules.values()]))
         arguments["max_buckets"] = most
-        plot_curve(plan_buckets(lengths, **arguments), rules).savefig(options.plot, dpi=150)
+        _draw(plot_curve(plan_buckets(lengths, **arguments), rules), options.plot)
     facts = _side_by_side({"shapebucket": ours, **rules})
     if options.json:
         print(json.dumps({"rules": facts, "left_out": left_out}))
@@ -266,21 +281,31 @@ def _compare(options: argparse.Namespace) -> None:
     ]
     title = f"rules with at most {options.max_buckets} buckets, where they heed a number"
     print(render(title, ["rule", "buckets", "padding", "computed"], rows, text=1))
-    for rule, why in left_out.items():
-        print(f"left out: {rule}: {why}")
+    if left_out:
+        print(f"left out, for other numbers of axes: {', '.join(left_out)}")
+
+
+def _draw(figure: Any, path: Path) -> None:
+    """Writes a picture to a file, in the format of its name."""
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in known:
+        raise PlanError(
+            f"a picture cannot be drawn to {str(path)!r}: the name must end in one of {', '.join(sorted(known))}"
+        )
+    figure.savefig(path, dpi=150)
 
 
 def _side_by_side(plans: Mapping[str, BucketPlan]) -> dict[str, dict[str, Any]]:
     """Returns what each plan does, and the elements it computes on over those of the first."""
-    summaries = {name: plan.summary() for name, plan in plans.items()}
-    best = next(iter(summaries.values()))["padding_fraction"]
+    reports = {name: plan.planned for name, plan in plans.items() if plan.planned is not None}
+    first = sum(next(iter(reports.values())).padded_elements)
     return {
         name: {
             "buckets": len(plans[name]),
-            "padding_fraction": summary["padding_fraction"],
-            "computed": (1 - best) / (1 - summary["padding_fraction"]),
+            "padding_fraction": report.padding_fraction,
+            "computed": sum(report.padded_elements) / first,
         }
-        for name, summary in summaries.items()
+        for name, report in reports.items()
     }
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from shapebucket.errors import LengthsError, MissingExtraError
 
+_CHOOSE = "the columns that are lengths (columns=, --columns)"
 _UTF8 = "utf-8-sig"  # with or without the mark that spreadsheets write
 
 
@@ -32,7 +33,12 @@ def read_columns(path: str | os.PathLike[str], columns: Sequence[str] | None) ->
 
 def _read_csv(path: str | os.PathLike[str], columns: Sequence[str] | None) -> dict[str, npt.NDArray[Any]]:
     with Path(path).open(newline="", encoding=_UTF8) as file:
-        first = next(csv.reader(file), [])
+        reader = csv.reader(file)
+        first = [name.strip() for name in next(reader, [])]
+        for row in reader:
+            if row and len(row) != len(first):
+                raise LengthsError(f"line {reader.line_num} has {len(row)} fields, but the first has {len(first)}")
+        rows = reader.line_num
     if not first:
         raise LengthsError("it is empty, or its first line is")
     has_names = not all(map(_is_number, first))
@@ -41,6 +47,10 @@ def _read_csv(path: str | os.PathLike[str], columns: Sequence[str] | None) -> di
     if not has_names and len(first) > 1:
         raise LengthsError(f"its {len(first)} columns have no names: put a line with the names of the axes first")
     names = first if has_names else ["s"]
+    if len(set(names)) < len(names):
+        raise LengthsError(f"two of its columns have one name: {names}")
+    if has_names and rows == 1:
+        raise LengthsError(f"it has no lengths, only the line {names}")
     wanted = _wanted(names, columns)
     numbers = [_column(path, names.index(name), name, skip=int(has_names)) for name in wanted]
     return dict(zip(wanted, numbers, strict=True))
@@ -62,7 +72,7 @@ def _column(path: str | os.PathLike[str], position: int, name: str, *, skip: int
     except ValueError:
         line, text = _first_text(path, position, skip)
         raise LengthsError(
-            f"line {line} has {text!r} in the column {name!r}, which is no number: drop such lines, or choose other columns"
+            f"line {line} has {text!r} in the column {name!r}, which is no number: drop such lines, or choose {_CHOOSE}"
         ) from None
 
 
@@ -100,9 +110,7 @@ def _read_parquet(path: str | os.PathLike[str], columns: Sequence[str] | None) -
     for name in wanted:
         column = table.column(name)
         if not (pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)):
-            raise LengthsError(
-                f"the column {name!r} is of {column.type}, not of numbers: choose the columns that are lengths"
-            )
+            raise LengthsError(f"the column {name!r} is of {column.type}, not of numbers: choose {_CHOOSE}")
         if column.null_count:
             raise LengthsError(f"the column {name!r} has {column.null_count:,} nulls: drop such rows")
     return {name: table.column(name).to_numpy() for name in wanted}

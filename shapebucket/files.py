@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zipfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ _MAPPED = 1 << 20  # bytes of an array from which on it is stored as it is, and 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """Opens a new file beside `path` that takes its place when all is written: a run that is killed leaves the old one."""
-    target = Path(path)
-    new = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    target = Path(path).resolve()  # what a link points to, and not the link
+    new = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with new.open("wb") as file:
             yield file
@@ -56,7 +57,7 @@ def read_archive(path: str | os.PathLike[str]) -> tuple[dict[str, Any] | None, d
                 if member.compress_type == zipfile.ZIP_STORED and member.file_size >= _MAPPED:
                     while content.read(_MAPPED):  # checks the sum that tells a whole member from a broken one
                         pass
-                    array = _mapped(path, file, member)
+                    array = _mapped(file, member)
                 else:
                     array = np.lib.format.read_array(content, allow_pickle=False)
             arrays[member.filename.removesuffix(".npy")] = array
@@ -64,7 +65,7 @@ def read_archive(path: str | os.PathLike[str]) -> tuple[dict[str, Any] | None, d
     return None if facts is None else cast(dict[str, Any], json.loads(str(facts))), arrays
 
 
-def _mapped(path: str | os.PathLike[str], file: BinaryIO, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
+def _mapped(file: BinaryIO, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
     """Maps an uncompressed member of an archive into memory, read only.
 
     Its array follows a header of 30 bytes, of which the last four tell the lengths of a name and extra fields
@@ -76,4 +77,4 @@ def _mapped(path: str | os.PathLike[str], file: BinaryIO, member: zipfile.ZipInf
     major, _ = np.lib.format.read_magic(file)
     header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = header(file)
-    return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+    return np.memmap(cast(Any, file), dtype, "r", file.tell(), shape, "F" if fortran else "C")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from shapebucket.errors import LengthsError
 from shapebucket.files import write_archive
 from shapebucket.layout import Layout
+from shapebucket.tables import render
 
 ABSENT = -1
 _CHUNK = 1 << 17  # rows that are counted at once, so that they stay in the processor's cache
@@ -56,16 +57,22 @@ class LengthHistogram:
         return int(self.counts.sum())
 
     @classmethod
-    def of(
-        cls, values: npt.NDArray[np.integer[Any]], axes: Sequence[str], layout: Layout | None = None
-    ) -> LengthHistogram:
+    def of(cls, values: npt.NDArray[np.int32], axes: Sequence[str], layout: Layout | None = None) -> LengthHistogram:
         """Counts shapes, at the speed of memory where they lie within a dense table of a few million cells.
 
         Args:
-            values: integers [N, A]; a row of -1 is an absent element.
+            values: int32 [N, A], those of a `LengthTable`; a row of -1 is an absent element.
             axes: their names.
             layout: see the class.
+
+        Raises:
+            LengthsError: for other values.
         """
+        if values.dtype != np.int32 or values.ndim != 2 or values.shape[1] != len(axes):
+            raise LengthsError(
+                f"a histogram is of lengths int32 [N, {len(axes)}], but got {values.dtype} {list(values.shape)}: "
+                "LengthTable.of(lengths, axes).histogram takes any"
+            )
         parts = [np.asarray(values[start : start + _CHUNK]) for start in range(0, len(values), _CHUNK)]
         sizes = [1 + max((int(part[:, axis].max()) for part in parts), default=ABSENT) for axis in range(len(axes))]
         if math.prod(sizes) <= _CELLS:
@@ -82,9 +89,12 @@ class LengthHistogram:
             LengthsError: for none, or parts of other axes or layouts.
         """
         parts = list(histograms)
-        if not parts or any((part.axes, part.layout) != (parts[0].axes, parts[0].layout) for part in parts):
+        if wrong := [type(part).__name__ for part in parts if not isinstance(part, LengthHistogram)]:
+            raise LengthsError(f"merge takes histograms, but got {wrong[0]}; a LengthTable has one: table.histogram")
+        kinds = {(part.axes, str(part.layout)) for part in parts}
+        if len(kinds) != 1:
             raise LengthsError(
-                f"histograms of the same axes and layout can be merged, at least one; got {[part.axes for part in parts]}"
+                f"histograms of the same axes and layout can be merged, at least one; got {sorted(kinds)}"
             )
         shapes, counts = grouped(
             np.concatenate([part.shapes for part in parts]), np.concatenate([part.counts for part in parts])
@@ -104,7 +114,7 @@ class LengthHistogram:
         return lengths[:, 0], counts
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Returns for each axis the mean length and the shortest, median, 95th and 99th percentile, and longest, in elements.
+        """Returns for each axis the shortest, (lower) median, 95th and 99th percentile, longest and mean length, in elements.
 
         Raises:
             LengthsError: for no samples.
@@ -120,6 +130,17 @@ class LengthHistogram:
             facts[axis] = {**found, "mean": float(lengths.astype(np.float64) @ counts / running[-1])}
         return facts
 
+    def __str__(self) -> str:
+        title = f"{len(self):,} samples, {len(self.counts):,} distinct shapes"
+        if self.absent:
+            title += f"; {self.absent:,} elements are absent"
+        if not len(self.counts):
+            return title
+        names = ["min", "median", "p95", "p99", "max", "mean"]
+        facts = self.summary().items()
+        rows = [[axis, *(f"{round(fact[name], 1):,}" for name in names)] for axis, fact in facts]
+        return render(title, ["axis", *names], rows, text=1)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the histogram to an `.npz` file; `load_lengths` reads it."""
         facts = {"axes": self.axes, "absent": self.absent, "layout": self.layout.to_json() if self.layout else None}
@@ -130,7 +151,11 @@ def grouped(shapes: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> tuple[np
     """Returns the distinct rows of shapes [G, A], ascending, and the sum of the counts of each."""
     if not len(shapes):
         return shapes, counts
-    order = np.lexsort(shapes.T[::-1])
+    sizes = [int(size) + 1 for size in shapes.max(axis=0)]
+    if math.prod(sizes) < 2**63:
+        order = np.argsort(np.ravel_multi_index(list(shapes.T), sizes), kind="stable")
+    else:
+        order = np.lexsort(shapes.T[::-1])
     shapes, counts = shapes[order], counts[order]
     first = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]).any(axis=1)))
     return shapes[first], np.add.reduceat(counts, first)
@@ -139,7 +164,10 @@ def grouped(shapes: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> tuple[np
 def _present(parts: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
     """Yields the parts without their absent rows."""
     for part in parts:
-        yield part if not len(part) or part[:, 0].min() > ABSENT else part[part[:, 0] > ABSENT]
+        there = part if not len(part) or part[:, 0].min() > ABSENT else part[part[:, 0] != ABSENT]
+        if there.min(initial=0) < 0:
+            raise LengthsError("a histogram is of lengths of 0 or more, and whole rows of -1 for absent elements")
+        yield there
 
 
 def _dense(parts: list[npt.NDArray[Any]], sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

@@ -23,7 +23,7 @@ from shapebucket.files import read_archive, write_archive
 from shapebucket.histogram import ABSENT, LengthHistogram
 from shapebucket.layout import Layout
 
-_NPY, _PARQUET = b"\x93NUMPY", b"PAR1"  # what such files begin with, whatever they are called
+_NPY, _PARQUET, _ARCHIVE = b"\x93NUMPY", b"PAR1", b"PK"  # what such files begin with, whatever they are called
 _LONGEST = np.iinfo(np.int32).max
 
 
@@ -112,6 +112,9 @@ class LengthTable:
             )
         return cls(parts[0].axes, np.concatenate([part.values for part in parts]), parts[0].layout)
 
+    def __str__(self) -> str:
+        return str(self.histogram)
+
     def save(self, path: str | os.PathLike[str], *, source: Mapping[str, Any] | None = None) -> None:
         """Writes the table to an `.npz` file, with the layout and what tells the source, JSON values."""
         facts = {"axes": self.axes, "layout": self.layout.to_json() if self.layout else None, "source": source}
@@ -152,7 +155,12 @@ def load_lengths(
     Raises:
         LengthsError: naming the file and what is wrong where, for one that holds no lengths.
     """
-    return _load(path, columns)[0]
+    lengths, source = _load(path, columns)
+    if source and source.get("partial"):
+        raise LengthsError(
+            f"{os.fspath(path)!r} is of a run that was interrupted: run measure again, which goes on there"
+        )
+    return lengths
 
 
 def check_axes(given: Iterable[str], axes: Sequence[str]) -> None:
@@ -168,13 +176,19 @@ def _load(path: str | os.PathLike[str], columns: Sequence[str] | None) -> tuple[
             magic = file.read(len(_NPY))
             file.seek(0)
             if magic == _NPY:
+                _no_columns(columns, "an .npy file")
                 return LengthTable.of(np.lib.format.read_array(file, allow_pickle=False), ["s"]), None
-        if magic.startswith(_PARQUET) or Path(path).suffix in (".csv", ".parquet"):
-            arrays = read_columns(path, columns)
-            return LengthTable.of(arrays, list(arrays)), None
+        if not magic.startswith(_ARCHIVE):
+            if magic.startswith(_PARQUET) or Path(path).suffix in (".csv", ".parquet"):
+                arrays = read_columns(path, columns)
+                return LengthTable.of(arrays, list(arrays)), None
+            raise LengthsError(
+                "it is none of the kinds that hold lengths: .npy, .npz (whole ones), .csv, .parquet, or what measure wrote"
+            )
         facts, arrays = read_archive(path)
         if facts is None:
             return _from_arrays(arrays, columns), None
+        _no_columns(columns, "a file of measured lengths")
         layout = Layout.from_json(facts["layout"]) if facts["layout"] else None
         if "values" in arrays:
             return LengthTable(tuple(facts["axes"]), arrays["values"], layout), facts["source"]
@@ -183,8 +197,13 @@ def _load(path: str | os.PathLike[str], columns: Sequence[str] | None) -> tuple[
         raise LengthsError(f"cannot read lengths from {os.fspath(path)!r}: {error}") from error
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, LayoutError) as error:
         raise LengthsError(
-            f"cannot read lengths from {os.fspath(path)!r}: it is no whole file of one of the known kinds ({error})"
+            f"cannot read lengths from {os.fspath(path)!r}: it is no whole file of lengths ({error})"
         ) from error
+
+
+def _no_columns(columns: Sequence[str] | None, kind: str) -> None:
+    if columns is not None:
+        raise LengthsError(f"columns cannot be chosen from {kind}")
 
 
 def _from_arrays(arrays: Mapping[str, npt.NDArray[Any]], columns: Sequence[str] | None) -> LengthTable:
@@ -199,7 +218,12 @@ def _from_arrays(arrays: Mapping[str, npt.NDArray[Any]], columns: Sequence[str] 
 
 def _whole_numbers(column: npt.ArrayLike, axis: str) -> npt.NDArray[np.int32]:
     """Returns lengths as int32 [N] if they are lengths."""
-    array = np.asarray(column)
+    try:
+        array = np.asarray(column)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind == "f":
+        array = array.astype(np.float64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise LengthsError(
             f"the lengths of axis {axis!r} must be numbers [N], but got {array.dtype} {list(array.shape)}"

@@ -8,7 +8,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -53,8 +53,10 @@ def measure(
         workers: processes to read with; 0 reads in this one. For data sets with `len` and `[]`, which Grain's worker processes
             then read: a script needs `if __name__ == "__main__":`.
         path: a file to keep the lengths in (`.npz`). If it is there, it is read in place of the data set, if that is still the
-            one it was taken from: as long, of the same layout, and with the same content and lengths in a few samples. A
-            run that was interrupted goes on where it last saved: at an error, and twice a minute.
+            one it was taken from: as long (where it has a length), of the same layout, and with the same content and lengths in
+            16 samples. That finds another data set, not one changed sample: delete the file after such a change, or one of
+            `length_fn`. A run that was interrupted goes on where it last saved: at an error, and twice a minute. Lengths
+            that are known go to a new file alone.
         progress: whether to show a progress bar on standard error.
 
     Returns:
@@ -68,26 +70,35 @@ def measure(
     if layout is not None and not isinstance(layout, Layout):
         raise LengthsError(f"measure() takes a Layout, as in Layout({layout!r}), but got {type(layout).__name__}")
     if isinstance(dataset, Mapping | np.ndarray):
+        if length_fn is not None or workers:
+            raise LengthsError("lengths that are known are not read: leave length_fn and workers out")
         return _known(dataset, layout, path)
     total = _checked_length(dataset)
     _check_workers(workers, dataset)
-    dataset, rule = _rule(dataset, layout, length_fn)
-    keep = None if path is None else _Keep(Path(path), dataset, total, rule)
+    if not has_random_access(dataset) and iter(dataset) is iter(dataset):
+        dataset = iter(dataset)  # it gives each sample once, however often it is asked
+    dataset, ruler = _ruler(dataset, layout, length_fn)
+    keep = None if path is None else _Keep(Path(path), dataset, total, ruler)
     if keep is not None and (whole := keep.load(keep.path)) is not None:
         return whole
     begun = None if keep is None else keep.load(keep.partial)
     parts = [] if begun is None else [begun.values]
-    rows = _rows(dataset, rule, total, sum(map(len, parts)), workers)
+    rows = _rows(dataset, ruler, total, sum(map(len, parts)), workers)
     try:
         for part in _watched(rows, total, sum(map(len, parts)), progress):
             parts.append(part)
             if keep is not None:
-                keep.save_part(parts, rule)
-    except BaseException:
-        if keep is not None:
-            keep.save_part(parts, rule, now=True)
+                keep.save_part(parts, ruler)
+    except BaseException as error:
+        if keep is not None and parts:
+            keep.save_part(parts, ruler, now=True)
+            error.add_note(f"shapebucket: {sum(map(len, parts)):,} lengths are kept; measure goes on there")
         raise
-    table = rule.table(parts)
+    finally:
+        rows.close()
+    table = ruler.table(parts)
+    if total is not None and len(table) != total:
+        raise LengthsError(f"the data set has a length of {total:,}, but gave {len(table):,} elements")
     if not table.present.any():
         raise LengthsError(
             f"the data set has no samples: it gave {len(table)} elements"
@@ -101,7 +112,7 @@ def measure(
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _Ruler:
     """How the lengths of a sample are taken; pickled for worker processes.
 
     Attributes:
@@ -127,10 +138,16 @@ class _Rule:
                 return cast(Layout, self.layout).lengths(sample)
             except LayoutError as error:
                 raise error.at(index) from None
-        given = self.length_fn(sample)
+        try:
+            given = self.length_fn(sample)
+        except Exception as error:
+            error.add_note(f"shapebucket: while length_fn took the lengths of sample {index}")
+            raise
         lengths = list(given) if isinstance(given, Sequence) else [given]
         if isinstance(given, Mapping):
-            lengths = [given[axis] for axis in self.axes] if set(given) == set(self.axes) else []
+            if set(given) != set(self.axes):
+                raise LengthsError(f"length_fn gave {given!r} for sample {index}, but the axes are {self.axes}")
+            lengths = [given[axis] for axis in self.axes]
         try:
             row = tuple(map(operator.index, cast(Any, lengths)))
         except TypeError:
@@ -148,7 +165,7 @@ class _Rule:
         return LengthTable(self.axes, np.concatenate([empty, *parts]), self.layout)
 
 
-def _rule(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tuple[Any, _Rule]:
+def _ruler(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tuple[Any, _Ruler]:
     """Decides how lengths are taken, from the first samples; returns the data set with what was taken from it put back."""
     head: list[Any] = []
     if isinstance(dataset, Iterator):
@@ -157,10 +174,10 @@ def _rule(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tu
     if length_fn is not None:
         if layout is not None:
             layout.require_axes()
-            return dataset, _Rule(layout, layout.axes, length_fn)
+            return dataset, _Ruler(layout, layout.axes, length_fn)
         given = next((length_fn(sample) for sample in _first(head, dataset) if sample is not None), 0)
         axes = tuple(given) if isinstance(given, Mapping) else ("s",)
-        return dataset, _Rule(None, axes, length_fn)
+        return dataset, _Ruler(None, axes, length_fn)
     if layout is None:
         layout = Layout.infer(cast(Sequence[Tree], head or dataset), samples=_INFERRED_FROM)
     layout.require_axes()
@@ -172,7 +189,7 @@ def _rule(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tu
                 except LayoutError as error:
                     raise error.at(index) from None
                 break
-    return dataset, _Rule(layout, layout.axes, None)
+    return dataset, _Ruler(layout, layout.axes, None)
 
 
 def _first(head: list[Any], dataset: Any) -> Iterable[Any]:
@@ -185,18 +202,20 @@ def _first(head: list[Any], dataset: Any) -> Iterable[Any]:
 class _Keep:
     """The files that lengths are kept in, and what tells the data set that they are of."""
 
-    def __init__(self, path: Path, dataset: Any, total: int | None, rule: _Rule) -> None:
+    def __init__(self, path: Path, dataset: Any, total: int | None, ruler: _Ruler) -> None:
         if isinstance(dataset, Iterator):
             raise LengthsError(
                 "an iterator cannot be told from another: give path with a data set that can be read again"
             )
+        if not path.absolute().parent.is_dir():
+            raise LengthsError(f"the lengths cannot be kept in {os.fspath(path)!r}: there is no such folder")
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
-        dims = {feature.name: list(feature.dims) for feature in rule.layout.features} if rule.layout else None
+        dims = {feature.name: list(feature.dims) for feature in ruler.layout.features} if ruler.layout else None
         self._source = {
             "length": total,
-            "dimensions": {"axes": list(rule.axes), "features": dims},
-            "content": _content(dataset, rule),
+            "dimensions": {"axes": list(ruler.axes), "features": dims},
+            "content": _content(dataset, ruler),
         }
         self._saved = time.monotonic()
 
@@ -220,11 +239,11 @@ class _Keep:
             )
         return table
 
-    def save_part(self, parts: list[_Rows], rule: _Rule, *, now: bool = False) -> None:
+    def save_part(self, parts: list[_Rows], ruler: _Ruler, *, now: bool = False) -> None:
         """Writes what there is, twice a minute."""
         if now or time.monotonic() - self._saved > _SAVE_EVERY:
             parts[:] = [np.concatenate(parts)] if parts else []
-            rule.table(parts).save(self.partial, source=self._source)
+            ruler.table(parts).save(self.partial, source={**self._source, "partial": True})
             self._saved = time.monotonic()
 
     def save(self, table: LengthTable) -> LengthTable:
@@ -234,12 +253,12 @@ class _Keep:
         return LengthTable.load(self.path)
 
 
-def _content(dataset: Any, rule: _Rule) -> str:
+def _content(dataset: Any, ruler: _Ruler) -> str:
     """Returns a hash of a few samples and their lengths: evenly spaced, or the first ones of an iterable."""
     digest = hashlib.sha256()
     for index, sample in some(dataset, _PROBES):
         _update(digest, sample)
-        digest.update(rule.rows([sample], index).tobytes())
+        digest.update(ruler.rows([sample], index).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -249,11 +268,13 @@ def _update(digest: Any, node: Any) -> None:
         for key in sorted(cast(Mapping[str, Any], node)):
             digest.update(repr(key).encode())
             _update(digest, node[key])
+    elif isinstance(node, list | tuple):
+        for each in cast(Sequence[Any], node):
+            _update(digest, each)
     else:
-        array = np.asarray(node)
-        digest.update(
-            f"{array.dtype}{array.shape}".encode() + (array.tobytes() if array.dtype != object else repr(node).encode())
-        )
+        array = np.asarray(node)  # of an object, nothing but its kind is the same in another process
+        content = array.tobytes() if array.dtype != object else type(node).__name__.encode()
+        digest.update(f"{array.dtype}{array.shape}".encode() + content)
 
 
 def _known(
@@ -264,6 +285,8 @@ def _known(
     found = LengthTable.of(lengths, axes)
     table = LengthTable(found.axes, found.values, layout)
     if path is not None:
+        if Path(path).exists():
+            raise LengthsError(f"there is a file {os.fspath(path)!r} already: delete it, or give another path")
         table.save(path)
     return table
 
@@ -276,6 +299,8 @@ def _checked_length(dataset: Any) -> int | None:
             f"{type(dataset).__name__}"
         )
     total = len(dataset) if hasattr(dataset, "__len__") else None
+    if total == 0:
+        raise LengthsError("the data set has no samples: it gave 0 elements")
     if total is not None and total >= sys.maxsize:
         raise LengthsError("the data set has no end: measure it before .repeat()")
     return total
@@ -300,14 +325,16 @@ def _watched(parts: Iterable[_Rows], total: int | None, done: int, progress: boo
             bars.advance(task, len(part))
 
 
-def _rows(dataset: Any, rule: _Rule, total: int | None, first: int, workers: int) -> Iterator[_Rows]:
+def _rows(dataset: Any, ruler: _Ruler, total: int | None, first: int, workers: int) -> Generator[_Rows]:
     """Yields the lengths of the elements from the first on, in order."""
     if workers and total is not None:
-        return _in_processes(dataset, rule, range(first, total, _CHUNK), total, workers)
-    return (rule.rows(samples, at) for at, samples in _chunks(dataset, first))
+        yield from _in_processes(dataset, ruler, range(first, total, _CHUNK), total, workers)
+    else:
+        for at, samples in _chunks(dataset, first):
+            yield ruler.rows(samples, at)
 
 
-def _in_processes(dataset: Any, rule: _Rule, starts: range, total: int, workers: int) -> Iterator[_Rows]:
+def _in_processes(dataset: Any, ruler: _Ruler, starts: range, total: int, workers: int) -> Generator[_Rows]:
     """Yields the lengths chunk by chunk, read by Grain's worker processes."""
     import grain
     from absl import flags
@@ -316,11 +343,15 @@ def _in_processes(dataset: Any, rule: _Rule, starts: range, total: int, workers:
         flags.FLAGS.mark_as_parsed()  # or a plain script fails: https://github.com/google/grain/issues/1355
 
     def read(start: int) -> _Rows:
-        return rule.rows(_read(dataset, start, min(_CHUNK, total - start)), start)
+        return ruler.rows(_read(dataset, start, min(_CHUNK, total - start)), start)
 
     chunks = grain.MapDataset.source(starts).map(read)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    return iter(chunks.to_iter_dataset(options).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
+    iterator = iter(chunks.to_iter_dataset(options).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
 
 
 def _chunks(dataset: Any, first: int) -> Iterator[tuple[int, list[Any]]]:
@@ -353,7 +384,10 @@ def _read(dataset: Any, start: int, count: int) -> list[Any]:
     at, reading = start, count
     try:
         if hasattr(dataset, "__getitems__"):
-            return dataset.__getitems__(list(range(start, start + count)))
+            found = dataset.__getitems__(list(range(start, start + count)))
+            if len(found) != count:
+                raise LengthsError(f"__getitems__ of the data set gave {len(found)} elements for {count} indices")
+            return found
         reading = 1
         elements: list[Any] = []
         for at in range(start, start + count):

@@ -17,10 +17,12 @@ try:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 except ModuleNotFoundError as error:
     raise MissingExtraError("matplotlib", "plots") from error
 
 _RED = "#c1440e"
+_HALO = [withStroke(linewidth=2, foreground="white")]  # readable on dark and across lines
 
 
 def plot_plan(lengths: Lengths, plan: BucketPlan) -> Figure:
@@ -126,7 +128,16 @@ def _draw_boxes(axes: Axes, values: npt.NDArray[Any], weights: npt.NDArray[Any],
     left, bottom = x_edges[0], y_edges[0]
     for x, y in sizes.tolist():
         axes.add_patch(Rectangle((left, bottom), x + 0.5 - left, y + 0.5 - bottom, fill=False, edgecolor=_RED))
-        axes.annotate(f"{x} × {y}", (x, y), (4, -2), textcoords="offset points", va="top", color=_RED, fontsize=7)
+        axes.annotate(
+            f"{x} × {y}",
+            (x, y),
+            (4, -2),
+            textcoords="offset points",
+            va="top",
+            color=_RED,
+            fontsize=7,
+            path_effects=_HALO,
+        )
     return image
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +13,23 @@ import numpy as np
 
 from shapebucket.errors import LayoutError, LengthsError, MissingExtraError
 
-_ARRAY_RECORD = (".array_record", ".arrayrecord")
+_ARRAY_RECORD = re.compile(r"\.array_?record(-\d+-of-\d+)?[*?]*$")
 _TFDS = "tfds:"
 
 
 def names_samples(source: str) -> bool:
     """Whether a name is one of samples, which `open_samples` opens; else it is that of a file."""
-    return source.startswith(_TFDS) or source.endswith(_ARRAY_RECORD)
+    return source.startswith(_TFDS) or _ARRAY_RECORD.search(source) is not None
 
 
-def open_samples(source: str, *, data_dir: str | os.PathLike[str] | None = None) -> Sequence[Any]:
+def open_samples(source: str, *, data_dir: str | os.PathLike[str] | None = None, raw: bool = False) -> Sequence[Any]:
     """Opens a data set by random access.
 
     Args:
         source: `tfds:NAME/SPLIT`, where NAME may have a configuration and version, as in `wmt14_translate/de-en:1.0.0`; or one
             or more ArrayRecord files, with `*` and `?` for several in the order of their names.
         data_dir: where TFDS data sets are; TFDS' own default if not given.
+        raw: whether TFDS samples are as TFDS gives them, with text as bytes and lists of scalars.
 
     Returns:
         Samples: dicts of arrays for TFDS, the records' bytes for ArrayRecord files.
@@ -37,7 +39,7 @@ def open_samples(source: str, *, data_dir: str | os.PathLike[str] | None = None)
         MissingExtraError: if the package that reads it is not installed.
     """
     if source.startswith(_TFDS):
-        return _open_tfds(source.removeprefix(_TFDS), data_dir)
+        return _open_tfds(source.removeprefix(_TFDS), data_dir, raw)
     return _open_array_record(source)
 
 
@@ -97,7 +99,7 @@ class ArraySource:
         return [as_arrays(sample, self.info) for sample in self.source.__getitems__(indices)]
 
 
-def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
+def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None, raw: bool) -> Any:
     try:
         import tensorflow_datasets as tfds
     except ModuleNotFoundError as error:
@@ -105,7 +107,7 @@ def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
     name, _, split = name.rpartition("/")
     if not name:
         raise LengthsError(f"a TFDS data set is given as {_TFDS}NAME/SPLIT, with a split, but got {_TFDS + split!r}")
-    where = f"the TFDS data set {name!r} in {os.fspath(data_dir or 'the default data_dir')!r}"
+    where = f"the TFDS data set {name!r} in {os.fspath(data_dir) if data_dir else 'the default data_dir (--data-dir)'}"
     try:
         builder: Any = tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
@@ -115,9 +117,10 @@ def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
             f"{where} is not prepared: run builder.download_and_prepare(file_format='array_record') first"
         )
     try:
-        return ArraySource(builder.as_data_source(split=split), builder.info.features.get_tensor_info())
+        samples = builder.as_data_source(split=split)
     except (NotImplementedError, ValueError) as error:
         raise LengthsError(f"cannot read the split {split!r} of {where} by random access: {error}") from error
+    return samples if raw else ArraySource(samples, builder.info.features.get_tensor_info())
 
 
 def _open_array_record(pattern: str) -> Any:

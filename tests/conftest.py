@@ -1,8 +1,12 @@
 import grain  # noqa: F401  (a data set made in a test must not pay for the import)
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import shapebucket as sb
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 def make_pairs(count: int, seed: int = 0, longest: int = 40) -> list[dict]:

@@ -49,7 +49,36 @@ def test_compare_puts_the_rules_side_by_side(lengths_file, capsys):
     assert main(["compare", str(lengths_file), "--max-buckets", "4"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("rules with at most 4 buckets")
-    assert "left out: nemo_2d" in printed
+    assert "left out, for other numbers of axes: nemo_2d, quantile_grid" in printed
+
+
+def test_options_that_mean_nothing_and_files_in_the_way_are_refused(lengths_file, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    here = str(lengths_file)
+    for arguments, message in (
+        (["plan", here, "--columns", "s"], "columns cannot be chosen from an .npy file"),
+        (
+            ["plan", here, "--workers", "2", "--lengths", "json:dumps"],
+            "--lengths, --workers mean nothing for a file of lengths",
+        ),
+        (["measure", "x.array_record", "--columns", "s"], "--columns is for files of lengths"),
+        (["measure", here, "--out", str(tmp_path / "notes.txt")], "there is a file '.*notes.txt' already"),
+        (["plan", here, "--out", here], "--out '.*' is the file of lengths itself"),
+        (
+            ["plan", here, "--plot", str(tmp_path / "plan.xyz")],
+            "a picture cannot be drawn to .*: the name must end in one of",
+        ),
+        (["plan", here, "--batch-size", "9" * 20], "batch_size must be a whole number of at least 1, but got 999"),
+    ):
+        assert main(arguments) == 2
+        assert re.search(message, capsys.readouterr().err), message
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_empty_samples_can_be_compared(tmp_path, capsys):
+    np.save(tmp_path / "zeros.npy", np.zeros(5, int))
+    assert main(["compare", str(tmp_path / "zeros.npy")]) == 0
+    assert "100.0%" in capsys.readouterr().out
 
 
 def test_pictures_are_drawn(lengths_file, tmp_path):
@@ -104,7 +133,9 @@ def test_input_that_cannot_be_used_is_a_message_and_status_2(tmp_path, lengths_f
     assert main(["plan", str(tmp_path / "nowhere.npy")]) == 2
     assert "shapebucket: [Errno 2] No such file or directory" in capsys.readouterr().err
     assert main(["plan", str(lengths_file), "--token-budget", "100"]) == 2
-    message = r"shapebucket: a token_budget of 100 elements cannot hold 1 rows of \{'s': \d+\} \(\d+ elements each\): raise it"
+    message = (
+        r"shapebucket: a token_budget of 100 elements cannot hold 1 row of \{'s': \d+\} \(\d+ elements each\): raise it"
+    )
     assert re.match(message, capsys.readouterr().err)
     assert main(["plan", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err

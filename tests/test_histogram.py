@@ -74,11 +74,18 @@ def test_histograms_that_cannot_be_are_refused():
     one = sb.LengthHistogram.of(np.array([[1]], np.int32), ("s",))
     with pytest.raises(sb.LengthsError, match="histograms of the same axes and layout can be merged, at least one"):
         sb.LengthHistogram.merge([])
-    with pytest.raises(sb.LengthsError, match=r"got \[\('s',\), \('t',\)\]"):
+    with pytest.raises(sb.LengthsError, match=r"got \[\(\('s',\), 'None'\), \(\('t',\), 'None'\)\]"):
         sb.LengthHistogram.merge([one, sb.LengthHistogram.of(np.array([[1]], np.int32), ("t",))])
     with pytest.raises(
         sb.LengthsError, match=r"has shapes int32 \[G, 1\] and counts int64 \[G\], but got int64 \[1, 1\]"
     ):
         sb.LengthHistogram(("s",), np.array([[1]]), np.array([1]))
+    with pytest.raises(sb.LengthsError, match="merge takes histograms, but got LengthTable; a LengthTable has one"):
+        sb.LengthHistogram.merge([sb.LengthTable.of([1], ["s"])])
+    with pytest.raises(sb.LengthsError, match=r"a histogram is of lengths int32 \[N, 1\], but got int64 \[1, 1\]"):
+        sb.LengthHistogram.of(np.array([[2**32 + 5]]), ("s",))
+    for wrong in ([[-2, -2]], [[3, -1]]):
+        with pytest.raises(sb.LengthsError, match="lengths of 0 or more, and whole rows of -1"):
+            sb.LengthHistogram.of(np.array(wrong, np.int32), ("s", "t"))
     with pytest.raises(sb.LengthsError, match="lengths of 0 or more and counts of 1 or more"):
         sb.LengthHistogram(("s",), np.array([[1]], np.int32), np.array([0]))

@@ -87,6 +87,28 @@ def test_an_interrupted_run_goes_on_where_it_last_saved(tmp_path, pairs, monkeyp
         assert whole.reads[17:] == list(range(60, 100))
 
 
+def test_what_an_interrupted_run_left_is_no_file_of_lengths(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(measuring, "_CHUNK", 10)
+    with pytest.raises(OSError, match="unplugged") as caught:
+        sb.measure(Counting(pairs, 61), LAYOUT, path=tmp_path / "lengths.npz", progress=False)
+    assert "shapebucket: 60 lengths are kept; measure goes on there" in caught.value.__notes__
+    with pytest.raises(
+        sb.LengthsError, match="is of a run that was interrupted: run measure again, which goes on there"
+    ):
+        sb.load_lengths(tmp_path / "lengths.npz.partial")
+
+
+def test_raw_samples_of_any_kind_are_told_apart(tmp_path):
+    path = tmp_path / "lengths.npz"
+    rows = [([1, 2, 3][:n], "x" * n, np.zeros(n)) for n in (1, 2, 3)]
+    sb.measure(rows, length_fn=lambda row: len(row[1]), path=path, progress=False)
+    assert len(sb.measure(rows, length_fn=lambda row: len(row[1]), path=path, progress=False)) == 3
+    with pytest.raises(sb.LengthsError, match="another content of samples"):
+        sb.measure(rows[::-1], length_fn=lambda row: len(row[1]), path=path, progress=False)
+    with pytest.raises(sb.LengthsError, match="another content of samples"):
+        sb.measure(rows, length_fn=lambda row: 1, path=path, progress=False)
+
+
 def test_an_iterator_cannot_be_kept(tmp_path, pairs):
     with pytest.raises(sb.LengthsError, match="an iterator cannot be told from another"):
         sb.measure(iter(pairs), LAYOUT, path=tmp_path / "lengths.npz")

@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_several_axes_come_close_to_the_best_and_the_bound_holds(cells, monkeypa
         price = np.where(holds, elements(corners), 10**9)
         choices = itertools.combinations(np.flatnonzero(holds.any(axis=0)).tolist(), 2)
         best = min(int((counts * price[:, list(choice)].min(axis=1)).sum()) for choice in choices)
-        choices = solve_boxes(shapes, counts, elements, elements, 2, forced=shapes[:0])
+        choices = solve_boxes(shapes, counts, elements, 2, forced=shapes[:0])
         boxes, paid, bound = choices.choose(2)
         cost = int(
             (counts * np.where((shapes[:, None] <= boxes[None]).all(axis=2), elements(boxes), 10**9).min(axis=1)).sum()
@@ -328,13 +329,19 @@ def test_the_number_of_buckets_follows_from_what_a_compile_costs():
         ({"compile_cost": 1.0}, "compile_cost is spread over one of run_samples, run_tokens, run_steps"),
         ({"run_steps": 1.0}, "compile_cost is spread over one of run_samples, run_tokens, run_steps"),
         ({"compile_cost": 1, "run_steps": 0}, "run_steps must be a number above 0, but got 0"),
+        ({"cost": None}, "cost must be .elements. or a function of sizes and batch sizes, but got None"),
+        (
+            {"cost": lambda sizes, rows: sizes},
+            r"cost must return one number for each of \d+ sizes, but returned \[\d+, 1\]",
+        ),
+        ({"compile_cost": "1", "run_steps": 1}, "compile_cost must be a number of 0 or more, but got '1'"),
         ({"compile_cost": -1.0, "run_samples": 1}, "compile_cost must be a number of 0 or more, but got -1.0"),
         ({"include": [0]}, "a boundary of include must be a whole number of at least 1, but got 0"),
         (
             {"include": [12], "multiple_of": 8},
             r"the boundary 12 of include must be a multiple of multiple_of \{'s': 8\}",
         ),
-        ({"include": [10, 20], "max_buckets": 2}, "max_buckets 2 is too few: include and the longest sample need 3"),
+        ({"include": [10, 20], "max_buckets": 2}, "max_buckets 2 is too few: include and the longest samples need 3"),
     ],
 )
 def test_costs_and_boundaries_that_make_no_sense_are_refused(options, message):
@@ -385,7 +392,7 @@ def test_a_boundary_of_several_axes_is_a_dict():
         sb.PlanError, match=r"include has 4: with the axes \('s', 't'\), a boundary is a dict with a size for each"
     ):
         sb.plan_buckets(lengths, layout, batch_size=1, include=[4])
-    with pytest.raises(sb.PlanError, match="max_buckets 1 is too few: include and the longest sample need 2"):
+    with pytest.raises(sb.PlanError, match="max_buckets 1 is too few: include and the longest samples need 2"):
         sb.plan_buckets(lengths, layout, batch_size=1, max_buckets=1, include=[{"s": 4, "t": 4}])
     plan = sb.plan_buckets(lengths, layout, batch_size=1, max_buckets=1, include=[{"s": 20, "t": 20}])
     assert plan.sizes.tolist() == [[20, 20]]
@@ -434,6 +441,52 @@ def test_the_curve_is_the_padding_of_each_number_of_buckets():
     assert len(two.curve) == 4
     assert list(two.curve) == sorted(two.curve, reverse=True)
     assert two.curve[-1] == two.planned.padding_fraction
+
+
+def test_boxes_that_the_budget_allows_are_found_though_one_box_for_all_is_none():
+    lengths = {"s": [100, 1] + [1] * 1000, "t": [1, 100] + [1] * 1000}
+    layout = sb.Layout({"x": "s", "y": "t"})
+    two = sb.plan_buckets(lengths, layout, token_budget=150, max_buckets=2)
+    assert two.sizes.tolist() == [[1, 100], [100, 1]]
+    for cost in ("elements", sb.count_steps):
+        three = sb.plan_buckets(lengths, layout, token_budget=150, max_buckets=3, cost=cost)
+        assert [1, 1] in three.sizes.tolist()
+        assert np.isnan(three.curve[0]) if cost == "elements" else three.curve == ()
+        assert (
+            sb.BucketPlan.from_json(json.loads(json.dumps(three.to_json(), allow_nan=False))).planned == three.planned
+        )
+    with pytest.raises(sb.PlanError, match="max_buckets 1 is too few: include and the longest samples need 2"):
+        sb.plan_buckets(lengths, layout, token_budget=150, max_buckets=1)
+    with pytest.raises(sb.PlanError, match="a token_budget of 100 elements cannot hold 1 row of"):
+        sb.plan_buckets(lengths, layout, token_budget=100, max_buckets=3)
+    both = [{"s": 100, "t": 1}, {"s": 1, "t": 100}]
+    assert len(sb.plan_buckets(lengths, layout, batch_size=1, max_buckets=2, include=both)) == 2
+
+
+def test_a_number_of_buckets_is_chosen_where_some_are_impossible():
+    table = sb.TableCost(np.array([1, 5, 10, 12, 20]), np.array([1.0, 9.0, 9.0, 2.0, 4.0]))
+    for run in ({"run_steps": 10}, {"run_samples": 10}, {"run_tokens": 100}):
+        plan = sb.plan_buckets([5, 10, 20], cost=table, batch_size=1, include=[5, 10], compile_cost=1.0, **run)
+        assert {5, 10} < set(plan.sizes[:, 0].tolist())
+    with pytest.raises(sb.PlanError, match="a token_budget of 5 elements cannot hold 1 row"):
+        sb.plan_buckets([10], token_budget=5, compile_cost=1.0, run_steps=10)
+    assert len(sb.plan_buckets([0, 0], batch_size=1, compile_cost=1.0, run_tokens=10)) == 1
+
+
+def test_a_boundary_that_must_be_there_may_not_be_beyond_the_limit():
+    with pytest.raises(sb.PlanError, match=r"the boundary 16 of include is beyond max_size \{'s': 8\}"):
+        sb.plan_buckets([1, 4, 20, 20], max_size=8, include=[16], batch_size=1)
+    with pytest.raises(sb.PlanError, match="include must be a list of boundaries, but got 512"):
+        sb.plan_buckets([1, 4], include=512, batch_size=1)
+
+
+def test_more_elements_than_can_be_counted_are_refused():
+    shapes = np.array([[1000, 2000, 2000], [10_000, 4000, 4000]], np.int32)
+    many = sb.LengthHistogram(("t", "h", "w"), shapes, np.array([50_000_000, 100_000_000]))
+    with pytest.raises(
+        sb.LengthsError, match="are more elements than 64 bits can count: plan from a part of the samples"
+    ):
+        sb.plan_buckets(many, sb.Layout({"x": "t h w"}), batch_size=1)
 
 
 def test_a_histogram_is_enough_to_plan_from():

@@ -20,7 +20,7 @@ def test_one_axis_is_a_histogram_with_every_boundary():
 def test_two_axes_are_a_heat_map_with_every_box():
     rng = np.random.default_rng(0)
     lengths = sb.LengthTable.of({"s": rng.integers(1, 50, 2000), "t": rng.integers(1, 50, 2000)}, ["s", "t"])
-    plan = sb.plan_buckets(lengths, sb.Layout({"src": "s", "tgt": "t"}), max_buckets=4, batch_size=1)
+    plan = sb.plan_buckets(lengths, sb.Layout({"src": "s", "tgt": "t"}), max_buckets=4, batch_size=1, multiple_of=4)
     axes = plot_plan(lengths, plan).axes[0]
     boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert len(boxes) == 4

@@ -20,12 +20,12 @@ def sizes_of(plan: sb.BucketPlan) -> list[int]:
     [
         ("pad_to_max", [10]),
         ("equal_count", [1, 2, 3, 10]),  # two samples in each
-        ("equal_mass", [3, 4, 10]),  # 26 in all: cut where 6.5, 13 and 19.5 are passed
+        ("equal_mass", [2, 4, 10]),  # a share is 6.5: exceeded by 1, 1, 2, 2, 3, then by 3, 4
         ("percentile", [1, 2, 3, 10]),
-        ("constant_width", [4, 6, 8, 10]),  # 1 + 9/4, rounded up, …
-        ("linear_width", [2, 4, 7, 10]),  # 1 + 9·1/10, 1 + 9·3/10, 1 + 9·6/10, 10
-        ("exponential_width", [3, 6, 8, 10]),
-        ("geometric", [8, 9, 10]),
+        ("constant_width", [4, 6, 8, 10]),  # widths of (1 + 10 − 1) // 4 from 10 down
+        ("linear_width", [2, 4, 7, 10]),  # α = 2·(9 − 4)/20: 1 + 0.5 + 1, 1 + 1.5 + 2, 1 + 3 + 3, 1 + 5 + 4
+        ("exponential_width", [3, 5, 7, 10]),  # 1 + 9·(1, 2.1, 3.31, 4.641)/4.641, rounded
+        ("geometric", [7, 8, 9, 10]),
         ("powers_of_two", [16]),
         ("alphafold3", [128]),
     ],
@@ -35,10 +35,10 @@ def test_each_rule_is_what_its_definition_says(rule, boundaries):
 
 
 def test_geometric_steps_are_tensor2tensors():
-    """8, 9, 10, …, 20, 22, 24, 26, 28, 30, 33, …: each the larger of one more and a tenth more, rounded down."""
+    """Bounds of 8, 9, 10, …, 20, 22, 24, …, 33, …: each the larger of one more and a tenth more, rounded down; exclusive."""
     found = rules.geometric(np.array([100]), np.ones(1, int), 0).tolist()
-    assert found[:12] == [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert found[12:20] == [20, 22, 24, 26, 28, 30, 33, 36]
+    assert found[:12] == [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert found[12:20] == [19, 21, 23, 25, 27, 29, 32, 35]
     assert found[-1] == 100
 
 
@@ -58,9 +58,23 @@ def test_rules_of_counts_are_those_of_the_samples(lengths, max_buckets):
     assert rules.equal_count(distinct, counts, max_buckets).tolist() == ordered[at].tolist()
     steps = [np.percentile(ordered, 100 * k / max_buckets, method="lower") for k in range(1, max_buckets + 1)]
     assert rules.percentile(distinct, counts, max_buckets).tolist() == pytest.approx(steps)
-    mass = np.cumsum(ordered)
-    cut = np.searchsorted(mass, mass[-1] * np.arange(1, max_buckets) / max_buckets)
-    assert rules.equal_mass(distinct, counts, max_buckets).tolist() == [*ordered[cut], ordered[-1]]
+    share, total, bounds = ordered.sum() / max_buckets, 0, []
+    for length in ordered.tolist():  # sample by sample, as lhotse does
+        if total > share:
+            bounds.append(length)
+            total = 0
+        total += length
+    held = {max((each for each in ordered.tolist() if each < bound), default=None) for bound in bounds}
+    expected = sorted({*(held - {None}), int(ordered[-1])})
+    assert sorted(set(rules.equal_mass(distinct, counts, max_buckets).tolist())) == expected
+
+
+def test_gluons_widths_are_its_own():
+    """Figures of gluon-nlp's own code for lengths of 1 to 512 in 8 buckets."""
+    lengths, counts = np.array([1, 512]), np.ones(2, int)
+    assert sorted(rules.constant_width(lengths, counts, 8).tolist()) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert rules.linear_width(lengths, counts, 8).tolist()[:4] == [16, 45, 88, 145]
+    assert 208 in rules.exponential_width(lengths, counts, 8).tolist()
 
 
 def test_the_quantile_grid_crosses_the_axes():
@@ -104,6 +118,7 @@ def test_tf_boundaries_are_exclusive():
     assert sizes_of(plan) == [4, 9, 30]
     assert plan.find([5]).sizes == {"s": 9}
     assert sb.to_tf_boundaries(plan) == [5, 10]
+    assert sb.from_tf_boundaries([1, 5]) == [4]
     pairs = sb.plan_buckets({"s": [1, 9], "t": [9, 1]}, sb.Layout({"x": "s", "y": "t"}), batch_size=1)
     with pytest.raises(sb.PlanError, match=r"tf.data buckets one axis, but the plan has \('s', 't'\)"):
         sb.to_tf_boundaries(pairs)

@@ -101,6 +101,15 @@ def test_a_tfds_data_set_goes_from_measure_to_plan_by_commands(data_dir, tmp_pat
     assert capsys.readouterr().out.strip() == str(plan)
 
 
+def test_a_function_gets_what_tfds_gives(data_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "letters.py").write_text("def of(sample):\n    return len(sample['text'].decode())\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    arguments = ["measure", "tfds:spellings/train", "--data-dir", str(data_dir), "--lengths", "letters:of", "--json"]
+    assert main(arguments) == 0
+    assert '"max": 6' in capsys.readouterr().out
+
+
 def test_array_records_are_measured_by_a_function(records, capsys, monkeypatch):
     (records / "my_lengths.py").write_text("def of(record):\n    return {'bytes': len(record)}\n")
     monkeypatch.chdir(records)
@@ -128,12 +137,13 @@ def test_the_installed_command_measures_with_worker_processes(records):
     ("source", "message"),
     [
         ("tfds:spellings", "a TFDS data set is given as tfds:NAME/SPLIT, with a split, but got 'tfds:spellings'"),
-        ("tfds:nowhere/train", "the TFDS data set 'nowhere' in '.*' is not there: Dataset nowhere not found"),
-        ("tfds:mnist/train", "the TFDS data set 'mnist' in '.*' is not prepared: run builder.download_and_prepare"),
+        ("tfds:nowhere/train", "the TFDS data set 'nowhere' in .* is not there: Dataset nowhere not found"),
+        ("tfds:mnist/train", "the TFDS data set 'mnist' in .* is not prepared: run builder.download_and_prepare"),
         (
             "tfds:spellings/dev",
-            "cannot read the split 'dev' of the TFDS data set 'spellings' in '.*' by random access: ",
+            "cannot read the split 'dev' of the TFDS data set 'spellings' in .* by random access: ",
         ),
+        ("nowhere.array_record-00000-of-00002", "there is no file 'nowhere.array_record-00000-of-00002'"),
         ("nowhere.array_record", "there is no file 'nowhere.array_record'"),
         ("broken.array_record", "cannot read 'broken.array_record': "),
     ],

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.buckets import first_that_holds
+from shapebucket.errors import PlanError
 from shapebucket.histogram import grouped
 from shapebucket.planner.choices import Choice, Choices, Prices
-from shapebucket.planner.costs import Elements, Floats, Ints
+from shapebucket.planner.costs import Floats, Ints
 from shapebucket.planner.exact import optimal_boundaries
-from shapebucket.planner.merge import merge_boxes
 
 _CELLS = 4_000_000  # of the cost matrix, 32 MB
 _RESTARTS = 16
@@ -74,10 +74,8 @@ class Instance:
         return np.append(chosen, np.argmin(self.weights @ np.minimum(self.costs, least[:, None])))
 
 
-def solve_boxes(
-    shapes: Ints, counts: Ints, elements: Elements, price: Prices, max_buckets: int, *, forced: Ints, seed: int = 0
-) -> Choices:
-    """Chooses at most K boxes that hold all shapes, by merging, swaps and seeded restarts, and bounds the best possible.
+def solve_boxes(shapes: Ints, counts: Ints, price: Prices, max_buckets: int, *, forced: Ints, seed: int = 0) -> Choices:
+    """Chooses at most K boxes that hold all shapes, greedily, by swaps and seeded restarts, and bounds the best possible.
 
     Where there are too many distinct shapes, the search works on shapes rounded up to a grid of exact one-axis boundaries, and
     the bound on shapes rounded down to one, so that it stays a bound. Both are over the candidates of `Instance`: the bound
@@ -88,7 +86,6 @@ def solve_boxes(
     Args:
         shapes: distinct shapes, int64 [I, A].
         counts: samples of each, int64 [I].
-        elements: that a row of a box computes on, from int64 [..., A] to int64 [...]: what merging starts from.
         price: what a row of a box costs, from int64 [n, A] to [n].
         max_buckets: K.
         forced: boxes that must be chosen, int64 [n, A].
@@ -96,19 +93,19 @@ def solve_boxes(
     """
     instance = Instance.of(*_coarse(shapes, counts, up=True), price, forced)
     most = min(max_buckets, len(instance.boxes))
-    whole = instance.nearest(shapes.max(axis=0, keepdims=True))
-    path = [np.union1d(instance.forced, whole) if not _hold_all(instance, instance.forced) else instance.forced]
+    path = [_cover(instance)]
+    fewest = len(path[0])
+    if fewest > most:
+        return Choices.impossible(fewest)
     while len(path[-1]) < most:
         path.append(swap_search(instance, instance.with_best_added(path[-1]), swaps=_SWAPS_ON_THE_WAY))
-    fewest = len(path[0])
     curve = np.concatenate([np.full(fewest - 1, np.inf), [instance.cost(each) for each in path]])
 
     def sketch(buckets: int) -> Ints:
-        return instance.boxes[path[max(buckets, fewest) - fewest]]
+        return instance.boxes[path[buckets - fewest]]
 
     def choose(buckets: int) -> Choice:
-        merged = instance.nearest(merge_boxes(instance.shapes, instance.weights.astype(np.int64), elements, buckets))
-        starts = [path[buckets - fewest], _with(instance, merged, buckets)]
+        starts = [path[buckets - fewest]]
         rng = np.random.default_rng(seed)
         for _ in range(_RESTARTS if instance.costs.size <= _CELLS // 8 else _RESTARTS // 4):
             others = rng.choice(len(instance.boxes), buckets - len(path[0]), replace=False)
@@ -119,7 +116,7 @@ def solve_boxes(
         cost = float(counts @ _cheapest(boxes, shapes, price)[1])
         return Choice(boxes, cost, _bound(instance, boxes, cost, shapes, counts, price, buckets))
 
-    return Choices(curve, sketch, choose)
+    return Choices(curve, sketch, choose, fewest)
 
 
 def _among(boxes: Ints, others: Ints) -> npt.NDArray[np.bool_]:
@@ -132,11 +129,21 @@ def _hold_all(instance: Instance, chosen: Ints) -> bool:
     return bool(len(chosen)) and np.isfinite(instance.cost(chosen))
 
 
-def _with(instance: Instance, chosen: Ints, buckets: int) -> Ints:
-    """Returns a choice with the forced boxes in place of some others, so that it holds all shapes with so many boxes."""
-    others = np.setdiff1d(chosen, instance.forced)
-    by_size = others[np.argsort(instance.prices[others])[::-1]]  # the largest holds most
-    return np.append(instance.forced, by_size[: buckets - len(instance.forced)])
+def _cover(instance: Instance) -> Ints:
+    """Returns few boxes that hold all shapes, the forced ones among them: as the budget allows, one, or greedily more."""
+    chosen, held = instance.forced, np.isfinite(instance.costs)
+    missing = ~held[:, chosen].any(axis=1)
+    while missing.any():
+        holds = held[missing].sum(axis=0)
+        if not holds.any():
+            raise PlanError(
+                "too many distinct shapes to search them all, and rounded up to fewer, some exceed the token_budget: raise it "
+                "a little, or align with multiple_of"
+            )
+        best = np.flatnonzero(holds == holds.max())
+        chosen = np.append(chosen, best[np.argmin(instance.prices[best])])
+        missing = ~held[:, chosen].any(axis=1)
+    return chosen
 
 
 def _bound(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from shapebucket.planner.costs import Ints
@@ -35,8 +36,19 @@ class Choices:
         curve: the least cost found with at most 1, 2, … K buckets, [≤ K], infinity for fewer than must be.
         sketch: from a number of buckets to boxes that cost what the curve says, int64 [≤ that number, A].
         choose: from a number of buckets to the best choice that can be found.
+        fewest: the fewest buckets that hold all samples and what must be there.
     """
 
     curve: npt.NDArray[Any]
     sketch: Callable[[int], Ints]
     choose: Callable[[int], Choice]
+    fewest: int
+
+    @classmethod
+    def impossible(cls, fewest: int) -> Choices:
+        """Says that more buckets are needed than there may be."""
+
+        def nothing(buckets: int) -> Any:
+            raise ValueError(f"{buckets} buckets are not among the choices")
+
+        return cls(np.empty(0), nothing, nothing, fewest)

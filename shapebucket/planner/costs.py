@@ -7,7 +7,7 @@ fixed time a step, a budget that an integer number of rows cannot fill) is sprea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ from shapebucket.errors import PlanError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Elements = Callable[[Ints], Ints]
 BatchCost = Callable[[Ints, Ints], Floats]
 
 
@@ -56,10 +55,12 @@ class TableCost:
         costs: of a batch of each (seconds a step, say), with the batch size that the plan will give it.
     """
 
-    lengths: tuple[int, ...]
-    costs: tuple[float, ...]
+    lengths: Sequence[int]
+    costs: Sequence[float]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
+        object.__setattr__(self, "costs", tuple(map(float, self.costs)))
         if len(self.lengths) != len(self.costs) or not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise PlanError("a cost table needs ascending lengths and one cost for each")
         if not np.isfinite(self.costs).all() or min(self.costs) <= 0:

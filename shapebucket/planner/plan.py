@@ -48,9 +48,9 @@ def plan_buckets(
 ) -> BucketPlan:
     """Chooses the bucket shapes that cost least, by default those that compute on the fewest elements.
 
-    With one axis (or several that grow together) the plan is optimal: no other set of as many boundaries that are multiples of
-    `multiple_of` costs less. With several axes it is a good one, found by a search; `plan.planned.lower_bound` is the padding
-    that no plan of as many buckets can go below.
+    With one axis (for elements, also with several that grow together) the plan is optimal: no other set of as many boundaries,
+    up to the longest sample, multiples of `multiple_of`, and those of `include` among them, costs less. With several axes it is
+    a good one, found by a search; `plan.planned.lower_bound` is the padding that no plan of as many buckets can go below.
 
     Args:
         lengths: what `measure` returned, or its histogram; or arrays [N] of lengths in elements, by axis.
@@ -99,30 +99,26 @@ def plan_buckets(
     if max_buckets is None:
         max_buckets = 8 if run is None else 64
     check_positive("max_buckets", max_buckets)
-    if isinstance(cost, str) and cost != "elements":
+    if cost != "elements" and not callable(cost):
         raise PlanError(f'cost must be "elements" or a function of sizes and batch sizes, but got {cost!r}')
     shapes, counts = grouped(problem.align(problem.shapes), problem.counts)
     forced = _forced(include, problem)
-    largest = shapes.max(axis=0, keepdims=True)
-    must = forced if (forced >= largest).all(axis=1).any() else np.concatenate([forced, largest])
-    if max_buckets < len(must):
-        raise PlanError(f"max_buckets {max_buckets} is too few: include and the longest sample need {len(must)}")
 
     def price(sizes: Ints) -> npt.NDArray[Any]:
         return _prices(sizes, problem, cost)
 
-    dear = ~np.isfinite(price(must))
-    if dear.any():  # the budget does not hold it, as the plan then says, or else its cost is not finite
-        problem.plan(must[dear])
-        raise PlanError(f"the cost of the size {must[dear][0].tolist()} is not finite: a cost table must reach it")
+    _check_held(np.concatenate([shapes, forced]), problem, price)
     by_elements = cost == "elements"
     if shapes.shape[1] == 1:
         choices = _one_axis(shapes, counts, price, max_buckets, forced, 0 if by_elements else int(problem.step[0]))
     elif by_elements and not len(forced) and (np.diff(shapes, axis=0) >= 0).all():  # the axes grow together
         choices = _one_axis(shapes, counts, price, max_buckets, forced, 0)
     else:
-        choices = solve_boxes(shapes, counts, problem.layout.elements, price, max_buckets, forced=forced)
-    buckets = len(choices.curve) if run is None else run.buckets(choices, problem, price)
+        choices = solve_boxes(shapes, counts, price, max_buckets, forced=forced)
+    possible = np.flatnonzero(np.isfinite(choices.curve)) + 1
+    if not len(possible):
+        raise PlanError(f"max_buckets {max_buckets} is too few: include and the longest samples need {choices.fewest}")
+    buckets = int(possible[-1]) if run is None else run.buckets(choices, possible, problem, price)
     chosen = choices.choose(buckets)
     curve = choices.curve.copy()
     curve[buckets - 1] = min(chosen.cost, curve[buckets - 1])
@@ -157,28 +153,26 @@ class _Run:
         if compile_cost is None or len(given) != 1:
             raise PlanError(
                 f"compile_cost is spread over one of {', '.join(lengths)}, and each means nothing without the other; got "
-                f"{compile_cost=}, {given}"
+                f"{', '.join(['compile_cost'] * (compile_cost is not None) + list(given))}"
             )
         ((unit, length),) = given.items()
-        for name, number, least in (("compile_cost", compile_cost, 0), (unit, length, np.nextafter(0, 1))):
-            if not (np.isfinite(number) and number >= least):
-                raise PlanError(
-                    f"{name} must be a number {'of 0 or more' if not least else 'above 0'}, but got {number!r}"
-                )
+        if not _is_number(compile_cost) or compile_cost < 0:
+            raise PlanError(f"compile_cost must be a number of 0 or more, but got {compile_cost!r}")
+        if not _is_number(length) or length <= 0:
+            raise PlanError(f"{unit} must be a number above 0, but got {length!r}")
         return cls(compile_cost, cast(Any, unit), length)
 
-    def buckets(self, choices: Choices, problem: Problem, price: Prices) -> int:
-        """Returns the number of buckets with which a sample of the run costs least."""
-        numbers = np.arange(1, len(choices.curve) + 1)
+    def buckets(self, choices: Choices, numbers: Ints, problem: Problem, price: Prices) -> int:
+        """Returns the number of buckets, one of the given ones, with which a sample of the run costs least."""
         samples = int(problem.counts.sum())
         if self.unit == "run_steps":
             epoch = np.array([_steps(choices.sketch(k), problem, price) for k in numbers.tolist()])
             epochs = self.length / epoch
         elif self.unit == "run_tokens":
-            epochs = self.length / int(problem.counts @ problem.layout.elements(problem.shapes))
+            epochs = self.length / max(1, int(problem.counts @ problem.layout.elements(problem.shapes)))
         else:
             epochs = self.length / samples
-        return 1 + int(np.argmin(choices.curve + self.compile_cost * numbers / epochs))
+        return int(numbers[np.argmin(choices.curve[numbers - 1] + self.compile_cost * numbers / epochs)])
 
 
 def _steps(sizes: Ints, problem: Problem, price: Prices) -> float:
@@ -203,13 +197,14 @@ def _one_axis(
     """
     sizes, held = shapes, counts
     if step or len(forced):
-        every = np.arange(step, shapes[-1, 0] + 1, step) if step else shapes[:0, 0]
-        sizes = np.unique(np.concatenate([shapes[:, 0], forced[:, 0], every]))[:, None]
+        sizes = _candidates(shapes[:, 0], forced[:, 0], price, step)
         held = np.zeros(len(sizes), np.int64)
         held[np.searchsorted(sizes[:, 0], shapes[:, 0])] = counts
-    optimum = solve_boundaries(
-        held, price(sizes), max_buckets, forced=np.searchsorted(sizes[:, 0], forced[:, 0]).tolist()
-    )
+    must = np.searchsorted(sizes[:, 0], forced[:, 0]).tolist()
+    needed = len(must) + (not len(must) or forced.max() < shapes.max())
+    if max_buckets < needed:
+        return Choices.impossible(needed)
+    optimum = solve_boundaries(held, price(sizes), max_buckets, forced=must)
 
     def sketch(buckets: int) -> Ints:
         return sizes[optimum.chosen(buckets)]
@@ -218,13 +213,43 @@ def _one_axis(
         cost = optimum.curve[buckets - 1]
         return Choice(sketch(buckets), cost, cost)
 
-    return Choices(optimum.curve, sketch, choose)
+    return Choices(optimum.curve, sketch, choose, needed)
+
+
+def _candidates(lengths: Ints, forced: Ints, price: Prices, step: int) -> Ints:
+    """Returns the boundaries worth considering, int64 [n, 1], ascending: samples' lengths, forced ones, and cheaper multiples.
+
+    Of the multiples from one length to the next, which hold the same samples, the cheapest is enough.
+    """
+    always = np.union1d(lengths, forced)
+    if not step:
+        return always[:, None]
+    every = np.arange(step, always[-1] + 1, step)
+    order = np.lexsort((price(every[:, None]), np.searchsorted(always, every, side="right")))
+    cell = np.searchsorted(always, every[order], side="right")
+    cheapest = every[order[np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))]]
+    return np.union1d(always, cheapest)[:, None]
+
+
+def _check_held(sizes: Ints, problem: Problem, price: Prices) -> None:
+    """Raises PlanError where the budget does not hold a sample or a box that must be there, or its cost is not finite."""
+    dear = sizes[~np.isfinite(price(sizes))]
+    if len(dear):
+        worst = dear[[np.argmax(problem.layout.elements(dear))]]
+        problem.plan(worst)  # says so, if it is the budget
+        raise PlanError(f"the cost of the size {worst[0].tolist()} is not finite: a cost table must reach it")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and bool(np.isfinite(value))
 
 
 def _forced(include: Include, problem: Problem) -> Ints:
     """Returns the boundaries that must be chosen, int64 [n, A], ascending."""
     boxes: list[list[int]] = []
     axes = problem.layout.axes
+    if not isinstance(include, Sequence | np.ndarray) or isinstance(include, str):
+        raise PlanError(f"include must be a list of boundaries, but got {include!r}")
     for box in include:
         sizes = box if isinstance(box, Mapping) else {axes[0]: box}
         if set(sizes) != set(axes):
@@ -236,18 +261,25 @@ def _forced(include: Include, problem: Problem) -> Ints:
             raise PlanError(
                 f"the boundary {box} of include must be a multiple of multiple_of {problem.layout.named(problem.step)}"
             )
+        if (np.array(boxes[-1]) > problem.limit).any():
+            raise PlanError(f"the boundary {box} of include is beyond max_size {problem.layout.named(problem.limit)}")
     return np.unique(np.array(boxes, np.int64).reshape(-1, len(axes)), axis=0)
 
 
 def _prices(sizes: Ints, problem: Problem, cost: Cost) -> npt.NDArray[Any]:
     """Returns what a row of each size costs, [n]; infinity where the budget holds no row."""
     elements = problem.layout.elements(sizes)
-    if isinstance(cost, str):
-        return elements
     batch_sizes = problem.rows(elements)
     usable = batch_sizes > 0
+    if isinstance(cost, str):
+        return elements if usable.all() else np.where(usable, elements, np.inf)
     price = np.full(len(sizes), np.inf)
-    price[usable] = np.asarray(cost(sizes[usable], batch_sizes[usable]), np.float64) / batch_sizes[usable]
+    found = np.asarray(cost(sizes[usable], batch_sizes[usable]), np.float64)
+    if found.shape != (int(usable.sum()),):
+        raise PlanError(
+            f"cost must return one number for each of {int(usable.sum())} sizes, but returned {list(found.shape)}"
+        )
+    price[usable] = found / batch_sizes[usable]
     wrong = np.isnan(price) | (price < 0)
     if wrong.any():
         first = int(np.argmax(wrong))

@@ -12,12 +12,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.buckets import Bucket, BucketPlan, Lengths, Masks, histogram_of
+from shapebucket.buckets import Bucket, BucketPlan, Lengths, Masks, check_countable, histogram_of
 from shapebucket.errors import PlanError
 from shapebucket.histogram import LengthHistogram, grouped
 from shapebucket.layout import Layout
 from shapebucket.lengths import LengthTable
 from shapebucket.planner.costs import Ints
+
+_NO_LIMIT = 1 << 40  # beyond any size, and elements of it can still be counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Problem:
         shapes: the distinct ones, cut at the largest size, int64 [G, A].
         counts: samples of each, int64 [G].
         step: every size is a multiple of it, int64 [A].
+        limit: no size is larger, int64 [A].
         rows: from a row's elements [n] to the rows of a batch [n]; 0 where the budget holds none.
         token_budget: for messages.
         batch_multiple_of: for messages.
@@ -41,6 +44,7 @@ class Problem:
     shapes: Ints
     counts: Ints
     step: Ints
+    limit: Ints
     rows: Callable[[Ints], Ints]
     token_budget: int | None
     batch_multiple_of: int
@@ -68,14 +72,15 @@ class Problem:
         if not len(shapes):
             raise PlanError("there are no lengths to plan from")
         step = _by_axis("multiple_of", multiple_of, layout.axes, 1)
+        limit = _by_axis("max_size", {} if max_size is None else max_size, layout.axes, _NO_LIMIT)
         if max_size is not None:
-            limit = _by_axis("max_size", max_size, layout.axes, np.iinfo(np.int64).max)
-            capped = limit < np.iinfo(np.int64).max
+            capped = limit < _NO_LIMIT
             if (limit[capped] % step[capped]).any():
                 raise PlanError(f"max_size {max_size} must be a multiple of multiple_of {multiple_of}")
             shapes, counts = grouped(np.minimum(shapes, limit), counts)
+        check_countable(histogram, layout, shapes.max(axis=0) + step)
         rows = _rows_rule(batch_size, token_budget, batch_multiple_of, max_batch_size)
-        return cls(layout, histogram, shapes, counts, step, rows, token_budget, batch_multiple_of, masks)
+        return cls(layout, histogram, shapes, counts, step, limit, rows, token_budget, batch_multiple_of, masks)
 
     def align(self, sizes: Ints) -> Ints:
         """Rounds sizes up to the multiples that hold them, int64 [..., A]."""
@@ -97,8 +102,9 @@ class Problem:
         if not batch_sizes.all():
             worst = int(np.argmax(elements))
             named = self.layout.named(sizes[worst])
+            rows = f"{self.batch_multiple_of} row{'s' * (self.batch_multiple_of > 1)}"
             raise PlanError(
-                f"a token_budget of {self.token_budget:,} elements cannot hold {self.batch_multiple_of} rows of {named} "
+                f"a token_budget of {self.token_budget:,} elements cannot hold {rows} of {named} "
                 f"({int(elements[worst]):,} elements each): raise it to {int(elements[worst]) * self.batch_multiple_of:,}, or "
                 "limit the longest sample with max_size"
             )
@@ -112,7 +118,7 @@ class Problem:
 
 def check_positive(name: str, number: int) -> None:
     """Raises PlanError for what is no whole number of at least 1."""
-    if not isinstance(number, int | np.integer) or number < 1:
+    if not isinstance(number, int | np.integer) or isinstance(number, bool) or not 1 <= number < _NO_LIMIT:
         raise PlanError(f"{name} must be a whole number of at least 1, but got {number!r}")
 
 

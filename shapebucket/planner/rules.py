@@ -8,6 +8,7 @@ number of buckets: that is their rule.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -44,10 +45,22 @@ def equal_count(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
 
 
 def equal_mass(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
-    """Cuts the sorted lengths into parts of equal total length, as lhotse's DynamicBucketingSampler does."""
-    mass = np.cumsum(lengths * counts)
-    at = np.searchsorted(mass, mass[-1] * np.arange(1, max_buckets) / max_buckets)
-    return np.append(lengths[at], lengths[-1])
+    """Cuts the sorted lengths into parts of equal total length, as lhotse's `estimate_duration_buckets` does.
+
+    A part ends with the sample that takes it beyond its share; the bound, which is exclusive, is the next sample's length.
+    """
+    share = float(lengths @ counts) / max_buckets
+    bounds, total = list[int](), 0
+    for length, left in zip(lengths.tolist(), counts.tolist(), strict=True):
+        while left:
+            if total > share:
+                bounds.append(length)
+                total = 0
+            taken = min(left, int((share - total) // length) + 1)
+            total += taken * length
+            left -= taken
+    below = np.searchsorted(lengths, np.unique(bounds)) - 1
+    return np.append(lengths[below[below >= 0]], lengths[-1])
 
 
 def percentile(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
@@ -57,31 +70,41 @@ def percentile(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
 
 
 def constant_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
-    """Cuts the range from the shortest to the longest into equal widths, as gluon-nlp's ConstWidthBucket does."""
+    """Counts equal widths down from the longest, as gluon-nlp's ConstWidthBucket does."""
     del counts
-    return _by_widths(lengths, np.ones(max_buckets))
+    shortest, longest = int(lengths[0]), int(lengths[-1])
+    width = max(1, (1 + longest - shortest) // max_buckets)
+    return np.maximum(longest - width * np.arange(max_buckets, dtype=np.int64), shortest)
 
 
 def linear_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
-    """Cuts the range into widths that grow by equal steps, as gluon-nlp's LinearWidthBucket does."""
+    """Cuts the range into widths 1 + α, 1 + 2α, …, as gluon-nlp's LinearWidthBucket does."""
     del counts
-    return _by_widths(lengths, np.arange(1.0, max_buckets + 1))
+    shortest, longest = int(lengths[0]), int(lengths[-1])
+    k = np.arange(1, max_buckets + 1)
+    alpha = 2 * max(0, longest - shortest - max_buckets) / (max_buckets * (max_buckets + 1))
+    return np.minimum(np.rint(shortest + alpha * k * (k + 1) / 2 + k).astype(np.int64), longest)
 
 
 def exponential_width(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the range into widths that grow by a factor of 1.1, as gluon-nlp's ExpWidthBucket does."""
     del counts
-    return _by_widths(lengths, 1.1 ** np.arange(max_buckets))
+    shortest, longest = int(lengths[0]), int(lengths[-1])
+    widths = 1.1 ** np.arange(max_buckets)
+    return np.rint(shortest + (longest - shortest) * np.cumsum(widths) / widths.sum()).astype(np.int64)
 
 
 def geometric(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
-    """Steps from 8 by x ← max(x + 1, ⌊1.1·x⌋), as tensor2tensor does; as many buckets as that takes."""
+    """Steps from 8 by x ← max(x + 1, ⌊1.1·x⌋), as tensor2tensor does; as many buckets as that takes.
+
+    Its bounds are tf.data's, exclusive, so that the boundaries are one less; the last bucket holds the longest.
+    """
     del counts, max_buckets
-    sizes = [8]
-    while sizes[-1] < lengths.max():
-        sizes.append(max(sizes[-1] + 1, int(sizes[-1] * 1.1)))
-    sizes[-1] = int(lengths.max())
-    return np.array(sizes, np.int64)
+    longest = int(lengths[-1])
+    bounds = [8]
+    while bounds[-1] <= longest:
+        bounds.append(max(bounds[-1] + 1, int(bounds[-1] * 1.1)))
+    return np.array([*(bound - 1 for bound in bounds[:-1]), longest], np.int64)
 
 
 def powers_of_two(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
@@ -101,16 +124,18 @@ def alphafold3(lengths: Ints, counts: Ints, max_buckets: int) -> Ints:
 def nemo_2d(shapes: Ints, counts: Ints, max_buckets: int) -> Ints:
     """Cuts the first axis by equal mass, then the second within each part, as NeMo's two-dimensional bucketing does.
 
+    NeMo is told both numbers of parts, and leaves out samples of unusual ratio; here all are kept.
+
     Args:
         shapes: int64 [G, 2].
         counts: samples of each, int64 [G].
-        max_buckets: split into ⌈√K⌉ … parts of the first axis, and as many of the second as then fit.
+        max_buckets: the second axis is cut into ⌊√K⌋ parts, the first into as many as then fit.
 
     Returns:
         Boxes, int64 [≤ K, 2].
     """
-    outer = max(1, int(np.ceil(np.sqrt(max_buckets))))
-    inner = max(1, max_buckets // outer)
+    inner = max(1, math.isqrt(max_buckets))
+    outer = max(1, max_buckets // inner)
     first = np.unique(equal_mass(*_along(shapes, counts, 0), outer))
     part = np.searchsorted(first, shapes[:, 0])
     boxes: list[tuple[int, int]] = []
@@ -226,9 +251,9 @@ def from_tf_boundaries(bucket_boundaries: Sequence[int]) -> list[int]:
     """Turns the exclusive upper bounds of `tf.data`'s `bucket_by_sequence_length` into inclusive boundaries.
 
     tf.data puts a length L into the first bucket whose bound b has L < b; the last bucket, of everything else, has no bound,
-    and `plan_by_rule` gives it the longest sample's.
+    and `plan_by_rule` gives it the longest sample's. A bound of 1, for empty samples alone, is left out.
     """
-    return [bound - 1 for bound in bucket_boundaries]
+    return [bound - 1 for bound in bucket_boundaries if bound > 1]
 
 
 def to_tf_boundaries(plan: BucketPlan) -> list[int]:
@@ -263,9 +288,3 @@ def _given(boundaries: Sequence[int], shapes: Ints) -> Ints:
     sizes = np.array(sorted(boundaries), np.int64)
     longest = int(shapes.max())
     return (sizes if len(sizes) and sizes[-1] >= longest else np.append(sizes, longest))[:, None]
-
-
-def _by_widths(lengths: Ints, widths: np.ndarray) -> Ints:
-    """Cuts the range from the shortest to the longest in proportion to widths."""
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    return np.ceil(shortest + (longest - shortest) * np.cumsum(widths) / widths.sum() - 1e-9).astype(np.int64)
