@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from shapebucket.layout import Feature, Layout
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
-    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset, LockstepIterDataset
+    from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset
+    from shapebucket.loading.lockstep import LockstepIterDataset
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
@@ -64,7 +65,8 @@ _MODULES = {
     "histogram": ("LengthHistogram",),
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
-    "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset", "LockstepIterDataset"),
+    "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset"),
+    "loading.lockstep": ("LockstepIterDataset",),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (

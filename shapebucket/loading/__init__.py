@@ -1,8 +1,10 @@
-"""Grain stages that batch samples into the shapes of a plan."""
+"""Grain stages that batch samples into the shapes of a plan.
+
+`lockstep` stands on its own, since it alone needs JAX.
+"""
 
 from shapebucket.loading.elastic import ElasticIterDataset
 from shapebucket.loading.iter_dataset import BucketedDatasetIterator, BucketedIterDataset
-from shapebucket.loading.lockstep import LockstepDatasetIterator, LockstepIterDataset
 from shapebucket.loading.map_dataset import BucketedMapDataset
 
 __all__ = [
@@ -10,6 +12,4 @@ __all__ = [
     "BucketedIterDataset",
     "BucketedMapDataset",
     "ElasticIterDataset",
-    "LockstepDatasetIterator",
-    "LockstepIterDataset",
 ]
