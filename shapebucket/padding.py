@@ -27,6 +27,7 @@ Lengths = tuple[int, ...]
 Answer = tuple[Lengths, int | None]
 """A sample's lengths, and the position of its bucket in the plan; None if it fits none."""
 
+_PLAIN = (np.ndarray, np.memmap)  # slices of a mapped file are maps
 _REMEMBERED = 16_384
 _LONGEST_IN_TABLE = 1024
 _SIGNATURE = attrgetter("__class__", "dtype", "shape")
@@ -112,7 +113,7 @@ class Checker:
         """Has the sample checked; remembers the answer if there is a signature, and it is one of plain arrays."""
         arrays, lengths = self._plan.layout.check(sample)
         answer = lengths, self._plan.index(lengths)
-        if signature is not None and all(kind is np.ndarray or issubclass(kind, np.generic) for kind, *_ in signature):
+        if signature is not None and all(kind in _PLAIN or issubclass(kind, np.generic) for kind, *_ in signature):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[signature] = answer

@@ -6,7 +6,7 @@ Letters in shapes: `N` samples, `M` batches of an epoch, `K` buckets.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class Schedule:
     so batches and their number do not depend on how many there are, and a run goes on from its step on another number
     of them. Row r of a batch goes to process r mod count; each has the same bucket at each step, and each sample is in one.
 
-    It is a plain sequence over integers: the batch sampler of any framework's loader. An epoch is computed when it is
+    It is a plain sequence, over numpy alone: the batch sampler of any framework's loader. An epoch is computed when it is
     first asked for, in one pass over the samples; threads may share a schedule, and a pickled one carries no epoch.
     """
 
@@ -172,6 +172,10 @@ class Schedule:
         rows = epoch.rows[start : start + epoch.counts[at]]
         return ScheduledBatch(self.own.buckets[epoch.buckets[at]], rows[self.shard.index :: self.shard.count])
 
+    def __iter__(self) -> Iterator[ScheduledBatch]:
+        """Yields the batches of the first epoch."""
+        return (self[index] for index in range(len(self)))
+
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes."""
         this = self._epoch(epoch)
@@ -193,7 +197,9 @@ class Schedule:
         )
 
     def _epoch(self, number: int) -> _Epoch:
-        """Returns an epoch, computed once however many threads ask."""
+        """Returns an epoch, computed once however many threads ask; one that is there does not wait for another."""
+        if (held := self._epochs.get(number)) is not None:
+            return held
         with self._lock:
             if number not in self._epochs:
                 while len(self._epochs) >= _EPOCHS_KEPT:

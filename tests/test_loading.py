@@ -1,5 +1,6 @@
 import json
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import grain
@@ -214,6 +215,21 @@ class TestSchedule:
 
     def test_it_names_itself(self, scheduled):
         assert str(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+
+
+def test_stop_iteration_in_a_map_does_not_pass_for_the_end(source, token_plan, token_lengths):
+    def stop(sample):
+        if sample["tokens"][0] == 37:
+            raise StopIteration
+        return sample
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = sb.BucketedMapDataset(source.map(stop), token_plan, token_lengths)
+    with pytest.raises(
+        sb.ScheduleError, match="element 37 did not come: StopIteration was raised for it, in a map perhaps"
+    ):
+        list(loader.to_iter_dataset(NO_THREADS))
 
 
 class TestStream:
@@ -461,7 +477,9 @@ class TestStream:
             list(sb.BucketedIterDataset(parent, token_plan))
 
     def test_wrong_options_are_refused(self, source, token_plan):
-        with pytest.raises(sb.ScheduleError, match="max_wait must be at least 1 sample, or None, but got 0"):
+        with pytest.raises(
+            sb.ScheduleError, match="max_wait must be at least 1 sample, a whole number, or None, but got 0"
+        ):
             sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=0)
         with pytest.raises(sb.ScheduleError, match="remainder must be one of"):
             sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, remainder="x")
@@ -502,6 +520,93 @@ def waits(dataset) -> list[int]:
         if not state["flushed"]:
             found += [state["seen"] - 1 - number for number in numbers([batch])]
     return found
+
+
+class TestStreamInTrouble:
+    def test_a_refused_state_leaves_the_iterator_as_it_was(self, source, token_plan):
+        iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan))
+        begun = [next(iterator) for _ in range(3)]
+        with pytest.raises(sb.StateError, match="does not take its part of the state"):
+            iterator.set_state({**iterator.get_state(), "parent": {"next_index": 880}})
+        assert sorted(numbers([*begun, *iterator])) == list(range(100))
+
+    @pytest.mark.parametrize("at", [0, 37, 99])
+    def test_an_interruption_loses_no_sample(self, tokens, token_plan, at):
+        again = []
+
+        def interrupt(sample):
+            if sample["tokens"][0] == at and not again:
+                again.append(at)
+                raise KeyboardInterrupt
+            return sample
+
+        parent = grain.MapDataset.source(tokens).to_iter_dataset(NO_THREADS).map(interrupt)
+        iterator = iter(sb.BucketedIterDataset(parent, token_plan))
+        found = []
+        with pytest.raises(KeyboardInterrupt):
+            found.extend(iterator)
+        with pytest.raises(
+            sb.ScheduleError, match=rf"KeyboardInterrupt interrupted the reading of sample {at}: go on by"
+        ):
+            next(iterator)
+        iterator.set_state(iterator.get_state())
+        assert sorted(numbers([*found, *iterator])) == list(range(100))
+
+    def test_an_interruption_while_a_batch_is_padded_loses_no_sample(self, source, token_plan, monkeypatch):
+        from shapebucket.loading import iter_dataset
+
+        iterator = iter(sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan))
+        real, calls, found = iter_dataset.pad_rows, [], []
+
+        def pad_rows(*arguments, **options):
+            calls.append(1)
+            if len(calls) % 3 == 0:
+                raise KeyboardInterrupt
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(iter_dataset, "pad_rows", pad_rows)
+        while True:
+            try:
+                found.append(next(iterator))
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                break
+        assert sorted(numbers(found)) == list(range(100))
+        assert sum(iterator.report().samples) == 100
+
+    @pytest.mark.parametrize("change", ["absent", "longer", "appended"])
+    def test_a_state_goes_into_the_same_data_only(self, tokens, token_plan, change):
+        def stream(data):
+            return iter(
+                sb.BucketedIterDataset(
+                    grain.MapDataset.source(data).to_iter_dataset(NO_THREADS, allow_nones=True), token_plan
+                )
+            )
+
+        saved = stream(tokens)
+        batches = list(saved) if change == "appended" else [next(saved) for _ in range(4)]
+        assert batches
+        state = saved.get_state()
+        changed = {
+            "absent": [None] * 100,
+            "longer": [{"tokens": np.zeros(int(token_plan.sizes.max()), np.int32)}] * 100,
+            "appended": tokens + tokens[:7],
+        }[change]
+        other = stream(changed)
+        other.set_state(state)
+        with pytest.raises(
+            sb.StateError, match=r"the samples up to \d+, or their number, are not those that the state was saved"
+        ):
+            list(other)
+
+    def test_numpys_whole_numbers_go_into_states(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan, max_wait=np.int64(5))
+        json.dumps(iter(dataset).get_state())
+        with pytest.raises(
+            sb.ScheduleError, match="max_wait must be at least 1 sample, a whole number, or None, but got 2.5"
+        ):
+            sb.BucketedIterDataset(source.to_iter_dataset(NO_THREADS), token_plan, max_wait=2.5)
 
 
 class TestStreamBounds:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shapebucket as sb
+from shapebucket.loading import lockstep as lockstep_module
 from shapebucket.loading.lockstep import next_buckets
 
 LAYOUT = sb.Layout({"tokens": "int32[s]"})
@@ -526,6 +527,19 @@ class TestLockstep:
         assert sorted(rows_of(found)) == list(range(100))
         assert len(found) == len(list(stream))
 
+    def test_batches_of_another_dtype_are_refused(self, stream, token_plan):
+        cast = stream.map(lambda batch: {**batch, "tokens": batch["tokens"].astype(np.float32)})
+        with pytest.raises(sb.ScheduleError, match="the stream before the lockstep gave arrays"):
+            next(iter(sb.LockstepIterDataset(cast, token_plan)))
+
+    def test_after_the_end_the_others_are_not_asked(self, stream, token_plan, monkeypatch):
+        iterator = iter(sb.LockstepIterDataset(stream, token_plan))
+        list(iterator)
+        monkeypatch.setattr(lockstep_module, "_gather", None)
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(iterator)
+
     @pytest.mark.parametrize("window", [1, 5])
     def test_it_resumes_after_every_batch(self, stream, token_plan, window):
         lockstep = sb.LockstepIterDataset(stream, token_plan, window=window)
@@ -582,7 +596,7 @@ class TestLockstep:
         message = 'takes a grain.IterDataset of batches, but got BucketedMapDataset: a BucketedMapDataset keeps in step by itself, with shard="jax"'
         with pytest.raises(sb.ScheduleError, match=message):
             sb.LockstepIterDataset(scheduled, token_plan)
-        with pytest.raises(sb.ScheduleError, match="window must be at least 1 batch, but got 0"):
+        with pytest.raises(sb.ScheduleError, match="window must be at least 1 batch, a whole number, but got 0"):
             sb.LockstepIterDataset(stream, token_plan, window=0)
 
     @pytest.fixture

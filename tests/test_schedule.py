@@ -229,3 +229,10 @@ def test_no_batch_is_an_error():
 def test_negative_indices_are_refused():
     with pytest.raises(IndexError, match="a schedule has no batch -1"):
         sb.Schedule([1], PLAN)[-1]
+
+
+def test_a_schedule_is_a_sequence_of_its_first_epoch():
+    plan = sb.plan_buckets([1, 2, 3, 4, 5, 6, 7], max_buckets=2, batch_size=2)
+    schedule = sb.Schedule([1, 2, 3, 4, 5, 6, 7], plan)
+    assert sorted(np.concatenate([indices for _, indices in schedule]).tolist()) == list(range(7))
+    assert len(list(schedule)) == len(schedule)

@@ -101,16 +101,15 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
     def _take(self) -> _T:
         """Takes the next element. One that cannot be read stays the next one."""
         self.start_prefetch()
+        self._placed = False  # until it is counted, how far the shard came is not known
         try:
             element = next(self._shards[self._next % len(self._shards)])
-        except BaseException as error:
-            self._placed = False  # how far the shard came is not known
-            if isinstance(error, StopIteration):  # would pass for the end of the data
-                raise ScheduleError(
-                    f"element {self._next} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
-                ) from error
-            raise
+        except StopIteration as error:  # would pass for the end of the data
+            raise ScheduleError(
+                f"element {self._next} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
+            ) from error
         self._next += 1
+        self._placed = True
         return element
 
     def start_prefetch(self) -> None:

@@ -27,6 +27,7 @@ _ANCHOR_EVERY = 16
 _ANCHORS = 1024
 _Waiting = tuple[int, Leaves, Lengths]
 """A sample in a bucket: its number in the stream, and what it was checked to be."""
+_END = object()
 _STATE = {"fingerprint", "parent", "start", "seen", "waiting", "flushed", "counts", "not_emitted"}
 
 
@@ -57,8 +58,8 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
             parent: the samples: dicts of arrays as the plan's layout says.
             plan: the buckets.
             max_wait: the most samples that may pass while a sample waits; then its bucket is emitted as it is, with masked
-                rows, which costs at most one batch a bucket in `max_wait` samples and leaves every other batch as it would have
-                been. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
+                rows, which costs at most one batch a bucket in `max_wait` samples and leaves the batches of other buckets as
+                they were. None: no limit, and a rare bucket may hold a sample to the end of the stream. A bucket of
                 B rows and share p fills in about B / p samples.
             remainder: `"pad"` emits the partial batches at the end of the stream with masked rows, `"drop"` leaves their
                 samples out.
@@ -79,8 +80,8 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         super().__init__(parent)
         check_plan(plan)
         check_policies(remainder, overlong)
-        if max_wait is not None and max_wait < 1:
-            raise ScheduleError(f"max_wait must be at least 1 sample, or None, but got {max_wait}")
+        if max_wait is not None and (not isinstance(max_wait, int | np.integer) or max_wait < 1):
+            raise ScheduleError(f"max_wait must be at least 1 sample, a whole number, or None, but got {max_wait!r}")
         plan.batch_spec(plan.buckets[0])
         if not lockstep:
             require_one_process(
@@ -89,7 +90,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
                 "LockstepIterDataset behind",
             )
         self.plan = plan
-        self.max_wait = max_wait
+        self.max_wait = None if max_wait is None else int(max_wait)
         self.remainder: Remainder = remainder
         self.overlong: Overlong = overlong
         self.checker = Checker(plan)
@@ -186,7 +187,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._counts = _Counts(len(self._plan))
         self._flush: list[tuple[int, list[_Waiting]]] | None = None  # the last batches, once the parent has ended
         self._flushed = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def __next__(self) -> dict[str, Any]:
         if not self._open:
@@ -208,13 +209,15 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             except StopIteration:
                 self._flush = self._last_batches()
             else:
-                rows, self._waiting[index] = self._waiting[index], []
+                batch = recorded(self, partial(self._batch, index, self._waiting[index]))
+                self._waiting[index] = []  # last, or an interruption on the way would lose these samples
                 self._prune(self._oldest()[0])
-                return recorded(self, partial(self._batch, index, rows))
+                return batch
         if self._flushed == len(self._flush):
             raise StopIteration
+        batch = recorded(self, partial(self._batch, *self._flush[self._flushed]))
         self._flushed += 1
-        return recorded(self, partial(self._batch, *self._flush[self._flushed - 1]))
+        return batch
 
     def close(self) -> None:
         """Ends the iterator and its parents; `get_state` and `report` stay."""
@@ -295,10 +298,12 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def _place(self, parent: Any) -> None:
         """Restores the parent at once: what it refuses is known early, and `start_prefetch` starts in the right place."""
+        before = self._source.get_state()
         try:
             self._source.set_state(copy.deepcopy(parent))
             self._source.get_state()  # where mp_prefetch finds that it has more workers than the state
         except Exception as error:
+            self._source.set_state(before)  # Grain may have moved it before it refused
             raise StateError(
                 f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
                 "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
@@ -312,8 +317,9 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             self._place(saved["parent"])
         self._placed = False
         self._seen = saved["start"]
+        numbers = _unpack(saved["waiting"], saved["start"])
         try:
-            for number in _unpack(saved["waiting"], saved["start"]):
+            for number in numbers:
                 self._skip(number)
                 self._read(number + 1)
             self._skip(saved["seen"])
@@ -322,6 +328,13 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved after {saved['seen']} samples, but the data set ends after {self._seen}: it is not "
                 "the one that the state was saved with"
             ) from None
+        crowded = any(len(rows) >= size for rows, size in zip(self._waiting, self._batch_sizes, strict=True))
+        longer = saved["flushed"] and next(self._source, _END) is not _END
+        if self._numbers() != numbers or crowded or longer:
+            raise StateError(
+                f"the samples up to {saved['seen']}, or their number, are not those that the state was saved with: the data "
+                "set, or what is done to it before the loader, is another one"
+            )
         self._counts = _Counts.from_json(saved["counts"])
         self._flushed = saved["flushed"]
 
@@ -349,6 +362,10 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def _collect(self) -> int:
         """Reads samples until a bucket is full, or one of its samples has waited for `max_wait`; returns its position."""
+        if self._failure is None:
+            for full, rows in enumerate(self._waiting):  # an interruption came before its batch was made
+                if len(rows) == self._batch_sizes[full]:
+                    return full
         limit = self._dataset.max_wait
         oldest, index = self._oldest()
         while True:
@@ -403,6 +420,11 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         except Exception as error:
             self._failure = error
             raise
+        except BaseException as error:
+            self._failure = ScheduleError(
+                f"{type(error).__name__} interrupted the reading of sample {number}: go on by it.set_state(it.get_state())"
+            )
+            raise
         finally:
             self._seen = number
 
@@ -445,6 +467,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         _, rows, lengths = zip(*waiting, strict=True)
         found = table(lengths, self._plan.layout)
         truncate = self._dataset.overlong == "truncate"
+        batch = pad_rows(rows, found, self._plan.buckets[index], self._plan, truncate=truncate)
         real = found
         if truncate:
             real = np.minimum(found, self._plan.sizes[index])
@@ -452,7 +475,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._counts.batches[index] += 1
         self._counts.samples[index] += len(rows)
         self._counts.real_elements[index] += int(self._plan.layout.elements(real).sum())
-        return pad_rows(rows, found, self._plan.buckets[index], self._plan, truncate=truncate)
+        return batch
 
     def __str__(self) -> str:
         return f"BucketedDatasetIterator(buckets={len(self._plan)})"

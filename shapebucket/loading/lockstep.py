@@ -71,10 +71,10 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
             )
         super().__init__(parent)
         check_plan(plan)
-        if window < 1:
-            raise ScheduleError(f"window must be at least 1 batch, but got {window}")
+        if not isinstance(window, int | np.integer) or window < 1:
+            raise ScheduleError(f"window must be at least 1 batch, a whole number, but got {window!r}")
         self.plan = plan
-        self.window = window
+        self.window = int(window)
         self._batches = parent
         self._position = {_shapes(plan.batch_spec(bucket)): k for k, bucket in enumerate(plan.buckets)}
 
@@ -139,6 +139,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._seen = 0
         self._step = 0
         self._ended = False
+        self._finished = False
         self._held: list[deque[_Held]] = [deque() for _ in self._dataset.plan.buckets]
         self._agreed: deque[int] = deque()  # the buckets of the next steps
 
@@ -153,8 +154,9 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             self._saved = None
         if not self._met:
             self._meet()
-        if not self._agreed:
+        if not self._agreed and not self._finished:
             self._agreed.extend(self._agree())
+            self._finished = not self._agreed  # no collective after the end: the others may ask no more
         if not self._agreed:
             raise StopIteration
         self._read_if_room()  # now, and not all at once when the next steps are agreed on
@@ -295,5 +297,7 @@ def _numbers(listed: str) -> list[int]:
     return [int(number) for number in listed.split(",") if number]
 
 
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(batch))
+def _shapes(batch: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Returns the path, shape and dtype of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return tuple((jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves)

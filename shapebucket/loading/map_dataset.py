@@ -200,7 +200,12 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         return [leaves for leaves, _ in there], lengths
 
     def _row(self, index: int, offset: int) -> tuple[Leaves, Lengths] | None:
-        sample = self._samples[offset + index]
+        try:
+            sample = self._samples[offset + index]
+        except StopIteration as error:  # would pass for the end of the epoch
+            raise ScheduleError(
+                f"element {index} did not come: StopIteration was raised for it, in a map perhaps"
+            ) from error
         if sample is None:
             if self.absent == "mask":
                 return None
