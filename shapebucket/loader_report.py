@@ -83,7 +83,8 @@ class LoaderReport:
     def summary(self) -> str:
         """One line, for a log or a progress bar."""
         dropped = self.overlong_dropped + self.remainder_dropped
-        return f"{self._emitted}, {self.waiting:,} waiting, {dropped:,} dropped, {self.truncated:,} truncated"
+        early = f", {self.early:,} batches early" if self.early else ""
+        return f"{self._emitted}, {self.waiting:,} waiting, {dropped:,} dropped, {self.truncated:,} truncated{early}"
 
     @property
     def _emitted(self) -> str:

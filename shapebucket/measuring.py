@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, LengthsError
+from shapebucket.flags import mark_flags_parsed
 from shapebucket.histogram import ABSENT
 from shapebucket.layout import Layout, Tree
 from shapebucket.lengths import LengthTable
@@ -337,10 +338,8 @@ def _rows(dataset: Any, ruler: _Ruler, total: int | None, first: int, workers: i
 def _in_processes(dataset: Any, ruler: _Ruler, starts: range, total: int, workers: int) -> Generator[_Rows]:
     """Yields the lengths chunk by chunk, read by Grain's worker processes."""
     import grain
-    from absl import flags
 
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # or a plain script fails: https://github.com/google/grain/issues/1355
+    mark_flags_parsed()
 
     def read(start: int) -> _Rows:
         return ruler.rows(_read(dataset, start, min(_CHUNK, total - start)), start)

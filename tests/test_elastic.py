@@ -191,3 +191,39 @@ class TestWithWorkers:
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one["tokens"], other["tokens"])
+
+
+def test_options_of_another_kind_are_refused():
+    parent = grain.MapDataset.range(10)
+    with pytest.raises(
+        sb.ScheduleError, match=r"multiprocessing_options must be a grain.MultiprocessingOptions or None, but got int"
+    ):
+        sb.ElasticIterDataset(parent, None, 2)
+    with pytest.raises(
+        sb.ScheduleError, match="read_options must be a grain.ReadOptions or None, but got MultiprocessingOptions"
+    ):
+        sb.ElasticIterDataset(parent, grain.MultiprocessingOptions(2))
+
+
+class BreaksInTheWorker:
+    """A source that cannot be unpickled."""
+
+    def __init__(self):
+        self.path = "here"
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index
+
+    def __setstate__(self, state):
+        raise RuntimeError("no such file in the worker")
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_says_so():
+    workers = grain.MultiprocessingOptions(num_workers=2)
+    dataset = sb.ElasticIterDataset(grain.MapDataset.source(BreaksInTheWorker()), None, workers)
+    with pytest.raises(Exception, match="no such file in the worker"):
+        list(dataset)

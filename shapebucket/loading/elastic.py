@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grain
 
 from shapebucket.errors import ScheduleError, StateError
+from shapebucket.flags import mark_flags_parsed
 from shapebucket.loading._grain_private import ElementsOfParent, connect, recorded
 
 _T = TypeVar("_T")
@@ -40,16 +41,23 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
             parent: what is read: batches of a `BucketedMapDataset`, after `repeat` and `map`; or samples, for a
                 `BucketedIterDataset` behind this.
             read_options: of each worker, or of this process without workers; Grain's default reads 500 elements ahead.
-            multiprocessing_options: how many workers, and how many elements each keeps ready. None: no workers.
+            multiprocessing_options: how many workers, and how many elements each keeps ready. None: no workers. With workers,
+                a script needs `if __name__ == "__main__":`.
 
         Raises:
-            ScheduleError: if `parent` is no `grain.MapDataset`.
+            ScheduleError: if `parent` is no `grain.MapDataset`, or the options are not Grain's.
         """
         if not isinstance(parent, grain.MapDataset):
             raise ScheduleError(
                 f"ElasticIterDataset takes a grain.MapDataset, but got {type(parent).__name__}: put it in the place of "
                 ".to_iter_dataset(…).mp_prefetch(…)"
             )
+        for name, value, kind in (
+            ("read_options", read_options, grain.ReadOptions),
+            ("multiprocessing_options", multiprocessing_options, grain.MultiprocessingOptions),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise ScheduleError(f"{name} must be a grain.{kind.__name__} or None, but got {type(value).__name__}")
         super().__init__(parent)
         self._source = parent
         self._workers = multiprocessing_options.num_workers if multiprocessing_options else 0
@@ -75,6 +83,8 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
         )
 
     def __iter__(self) -> grain.DatasetIterator[_T]:
+        if self._workers:
+            mark_flags_parsed()
         return _ElasticDatasetIterator([iter(shard) for shard in self._shards], len(self._source))
 
     def __str__(self) -> str:
@@ -90,6 +100,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         self._length = length
         self._next = 0
         self._placed = False  # whether the shards stand where `_next` says
+        self._fresh = True  # whether they were never moved
 
     def __next__(self) -> _T:
         while self._next < self._length:
@@ -119,7 +130,11 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         connect(self)
         for at, shard in enumerate(self._shards):
             before = -(-(self._next - at) // len(self._shards))
-            grain.experimental.set_next_index(shard, before)
+            if (
+                before > 0 or not self._fresh
+            ):  # one that was moved before it started would never say that its start failed
+                grain.experimental.set_next_index(shard, max(0, before))
+        self._fresh = False
         for shard in self._shards:
             shard.start_prefetch()
         self._placed = True

@@ -175,6 +175,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._open = True
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
         self._placed = False  # whether the parent is where that state says
+        self._lost = False  # whether it refused a state, and where it is now is not known
         self._reset()
         self._publish()
 
@@ -194,6 +195,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             raise ScheduleError(
                 "this iterator was closed: make another with iter(dataset), and set_state() to go on with it"
             )
+        self._check_not_lost()
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
@@ -226,6 +228,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state as JSON values, new ones each time and of constant structure."""
+        self._check_not_lost()
         if self._saved is not None:
             return copy.deepcopy(self._saved)
         numbers = self._numbers()
@@ -298,17 +301,23 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def _place(self, parent: Any) -> None:
         """Restores the parent at once: what it refuses is known early, and `start_prefetch` starts in the right place."""
-        before = self._source.get_state()
+        self._lost = True  # Grain may move it before it refuses
         try:
             self._source.set_state(copy.deepcopy(parent))
             self._source.get_state()  # where mp_prefetch finds that it has more workers than the state
         except Exception as error:
-            self._source.set_state(before)  # Grain may have moved it before it refused
             raise StateError(
                 f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
                 "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
             ) from error
-        self._placed = True
+        self._placed, self._lost = True, False
+
+    def _check_not_lost(self) -> None:
+        if self._lost:
+            raise StateError(
+                "this iterator was given a state that the data set before the loader refused, which is now at no known place: "
+                "set a state that it takes, or make another iterator with iter(dataset)"
+            )
 
     def _replay(self, saved: dict[str, Any]) -> None:
         """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""

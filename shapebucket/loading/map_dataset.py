@@ -122,7 +122,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             except IndexError:
                 return  # a data set of one epoch
             except (ScheduleError, LayoutError) as error:
-                warnings.warn(f"a second epoch of this loader will fail: {error}", stacklevel=3)
+                warnings.warn(f"this loader will fail in a second epoch, if not before: {error}", stacklevel=3)
                 return
 
     def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
@@ -156,7 +156,10 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         return self._masked.value
 
     def report(self, epoch: int = 0) -> LoaderReport:
-        """Counts what becomes of every sample in an epoch, over all processes, as planned; print it."""
+        """Counts what becomes of every sample in an epoch, over all processes, as planned before any is read; print it.
+
+        Rows that `absent="mask"` then leaves empty are counted by `masked`.
+        """
         return self.schedule.report(epoch)
 
     def __len__(self) -> int:
