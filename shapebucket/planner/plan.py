@@ -201,7 +201,7 @@ def _one_axis(
         held = np.zeros(len(sizes), np.int64)
         held[np.searchsorted(sizes[:, 0], shapes[:, 0])] = counts
     must = np.searchsorted(sizes[:, 0], forced[:, 0]).tolist()
-    needed = len(must) + (not len(must) or forced.max() < shapes.max())
+    needed = len(must) + int(not len(must) or int(forced.max()) < int(shapes.max()))
     if max_buckets < needed:
         return Choices.impossible(needed)
     optimum = solve_boundaries(held, price(sizes), max_buckets, forced=must)
