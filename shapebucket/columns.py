@@ -51,7 +51,7 @@ def _read_csv(path: str | os.PathLike[str], columns: Sequence[str] | None) -> di
         raise LengthsError(f"two of its columns have one name: {names}")
     if has_names and rows == 1:
         raise LengthsError(f"it has no lengths, only the line {names}")
-    wanted = _wanted(names, columns)
+    wanted = chosen(names, columns)
     numbers = [_column(path, names.index(name), name, skip=int(has_names)) for name in wanted]
     return dict(zip(wanted, numbers, strict=True))
 
@@ -103,7 +103,7 @@ def _read_parquet(path: str | os.PathLike[str], columns: Sequence[str] | None) -
         raise MissingExtraError("pyarrow", "parquet") from error
     try:
         with parquet.ParquetFile(path) as file:
-            wanted = _wanted(file.schema_arrow.names, columns)
+            wanted = chosen(file.schema_arrow.names, columns)
             table = file.read(columns=wanted)
     except pyarrow.ArrowException as error:
         raise LengthsError(f"it is no whole .parquet file ({error})") from error
@@ -116,8 +116,12 @@ def _read_parquet(path: str | os.PathLike[str], columns: Sequence[str] | None) -
     return {name: table.column(name).to_numpy() for name in wanted}
 
 
-def _wanted(names: Sequence[str], columns: Sequence[str] | None) -> list[str]:
-    """Returns the columns to read."""
+def chosen(names: Sequence[str], columns: Sequence[str] | None) -> list[str]:
+    """Returns the columns to read, of those that are there: all if None.
+
+    Raises:
+        LengthsError: for one that is not there.
+    """
     for name in columns or ():
         if name not in names:
             raise LengthsError(f"it has no column {name!r}, but {list(names)}")

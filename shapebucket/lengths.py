@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shapebucket.columns import read_columns
+from shapebucket.columns import chosen, read_columns
 from shapebucket.errors import LayoutError, LengthsError
 from shapebucket.files import read_archive, write_archive
 from shapebucket.histogram import ABSENT, LengthHistogram
@@ -210,9 +210,7 @@ def _from_arrays(arrays: Mapping[str, npt.NDArray[Any]], columns: Sequence[str] 
     """Makes a table of the arrays of an `.npz` file of others."""
     if not arrays:
         raise LengthsError("it holds no arrays; an .npz file of lengths has one for each axis")
-    axes = list(arrays) if columns is None else list(columns)
-    if missing := [axis for axis in axes if axis not in arrays]:
-        raise LengthsError(f"it has no column {missing[0]!r}, but {list(arrays)}")
+    axes = chosen(list(arrays), columns)
     return LengthTable.of({axis: arrays[axis] for axis in axes}, axes)
 
 

@@ -22,7 +22,7 @@ from shapebucket.histogram import ABSENT
 from shapebucket.layout import Layout, Tree
 from shapebucket.lengths import LengthTable
 from shapebucket.sampling import has_random_access, some
-from shapebucket.tables import progress_bars
+from shapebucket.tables import track
 
 LengthFn = Callable[[Any], "int | Sequence[int] | Mapping[str, int]"]
 _CHUNK = 256  # samples that are read at once
@@ -84,9 +84,10 @@ def measure(
         return whole
     begun = None if keep is None else keep.load(keep.partial)
     parts = [] if begun is None else [begun.values]
-    rows = _rows(dataset, ruler, total, sum(map(len, parts)), workers)
+    done = sum(map(len, parts))
+    rows = _rows(dataset, ruler, total, done, workers)
     try:
-        for part in _watched(rows, total, sum(map(len, parts)), progress):
+        for part in track(rows, "measure", total=total, done=done, enabled=progress, size=len):
             parts.append(part)
             if keep is not None:
                 keep.save_part(parts, ruler)
@@ -315,15 +316,6 @@ def _check_workers(workers: int, dataset: Any) -> None:
             f"worker processes read a data set by index, but {type(dataset).__name__} has no len() and []: measure the "
             "MapDataset before .to_iter_dataset(), or leave workers out"
         )
-
-
-def _watched(parts: Iterable[_Rows], total: int | None, done: int, progress: bool) -> Iterator[_Rows]:
-    """Yields the parts under a progress bar of samples."""
-    with progress_bars(progress) as bars:
-        task = bars.add_task("measure", total=total, completed=done, note="")
-        for part in parts:
-            yield part
-            bars.advance(task, len(part))
 
 
 def _rows(dataset: Any, ruler: _Ruler, total: int | None, first: int, workers: int) -> Generator[_Rows]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, TypeVar
@@ -78,11 +78,17 @@ def progress_bars(enabled: bool = True) -> Generator[Progress]:
 
 
 def track(
-    items: Iterable[T], label: str, *, total: int | None = None, done: int = 0, enabled: bool = True
+    items: Iterable[T],
+    label: str,
+    *,
+    total: int | None = None,
+    done: int = 0,
+    enabled: bool = True,
+    size: Callable[[T], int] | None = None,
 ) -> Generator[T]:
-    """Yields the items under a progress bar that starts at `done`."""
+    """Yields the items under a progress bar that starts at `done`, each counted by its size, or as one."""
     with progress_bars(enabled) as progress:
         task = progress.add_task(label, total=total, completed=done, note="")
         for item in items:
             yield item
-            progress.advance(task)
+            progress.advance(task, 1 if size is None else size(item))

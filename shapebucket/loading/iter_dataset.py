@@ -19,6 +19,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
+from shapebucket.loading.fingerprints import changes
 from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
 from shapebucket.processes import require_one_process
 from shapebucket.schedule import promote
@@ -89,18 +90,13 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
                 'Use BucketedMapDataset(shard="jax") where lengths can be known in advance; or say lockstep=True and put a '
                 "LockstepIterDataset behind",
             )
-        self.plan = plan
+        self.plan = self.emitted = plan
         self.max_wait = None if max_wait is None else int(max_wait)
         self.remainder: Remainder = remainder
         self.overlong: Overlong = overlong
         self.checker = Checker(plan)
         self._samples = parent
         self._latest: BucketedDatasetIterator | None = None
-
-    @property
-    def emitted(self) -> BucketPlan:
-        """The plan of the batches."""
-        return self.plan
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -261,13 +257,9 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             )
         if missing := _STATE - state.keys():
             raise StateError(f"the state is not whole: it lacks {sorted(missing)}")
-        found = state["fingerprint"]
-        if found != mine:
-            changed = [
-                f"{name} {found.get(name)!r}, here {mine[name]!r}" for name in mine if found.get(name) != mine[name]
-            ]
+        if changed := changes(state["fingerprint"], mine):
             raise StateError(
-                f"the state was saved by a loader with {'; '.join(changed)}: restore it into one with the same plan (its file, "
+                f"the state was saved by a loader with {changed}: restore it into one with the same plan (its file, "
                 "BucketPlan.load) and policies"
             )
         _unpack(state["waiting"], state["start"])

@@ -20,6 +20,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import ProcessError, ScheduleError, StateError
 from shapebucket.loader_report import check_plan
 from shapebucket.loading._grain_private import BatchesOfPlan
+from shapebucket.loading.fingerprints import changes
 from shapebucket.padding import pad
 
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
@@ -73,18 +74,13 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         check_plan(plan)
         if not isinstance(window, int | np.integer) or window < 1:
             raise ScheduleError(f"window must be at least 1 batch, a whole number, but got {window!r}")
-        self.plan = plan
+        self.plan = self.emitted = plan
         self.window = int(window)
         self._batches = parent
         self._position = {_shapes(plan.batch_spec(bucket)): k for k, bucket in enumerate(plan.buckets)}
 
     def __iter__(self) -> LockstepDatasetIterator:
         return LockstepDatasetIterator(iter(self._batches), self)
-
-    @property
-    def emitted(self) -> BucketPlan:
-        """The plan of the batches."""
-        return self.plan
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -192,12 +188,9 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             raise StateError(
                 f"this is no state of a LockstepIterDataset, which get_state() returns: {str(state)[:80]!r}"
             )
-        found = state["fingerprint"]
-        if changed := [
-            f"{name} {found.get(name)!r}, here {mine[name]!r}" for name in mine if found.get(name) != mine[name]
-        ]:
+        if changed := changes(state["fingerprint"], mine):
             raise StateError(
-                f"the state was saved by a lockstep with {'; '.join(changed)}: each process goes on from its own state, with "
+                f"the state was saved by a lockstep with {changed}: each process goes on from its own state, with "
                 "the same plan and window, in as many processes"
             )
         self._reset()

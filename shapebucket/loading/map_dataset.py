@@ -102,6 +102,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             overlong=overlong,
             shard=shard,
         )
+        self.emitted = self.schedule.own  # of the batches that this process makes
         self.absent: Absent = absent
         self._masked = _Counter()
         if len(parent) != len(self.schedule.lengths):
@@ -140,11 +141,6 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
     def plan(self) -> BucketPlan:
         """The buckets."""
         return self.schedule.plan
-
-    @property
-    def emitted(self) -> BucketPlan:
-        """The plan of the batches that this process makes: that of its part."""
-        return self.schedule.own
 
     @property
     def masked(self) -> int:

@@ -225,9 +225,10 @@ def _candidates(lengths: Ints, forced: Ints, price: Prices, step: int) -> Ints:
     if not step:
         return always[:, None]
     every = np.arange(step, always[-1] + 1, step)
-    order = np.lexsort((price(every[:, None]), np.searchsorted(always, every, side="right")))
-    cell = np.searchsorted(always, every[order], side="right")
-    cheapest = every[order[np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))]]
+    cell = np.searchsorted(always, every, side="right")
+    order = np.lexsort((price(every[:, None]), cell))
+    first = np.append(True, np.diff(cell) != 0)  # of each cell; they ascend with the multiples, and so in `order`
+    cheapest = every[order[first]]
     return np.union1d(always, cheapest)[:, None]
 
 
