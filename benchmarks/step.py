@@ -28,7 +28,7 @@ def measure(quick: bool) -> list[Result]:
         state = [jnp.zeros(()) for _ in range(leaves)]
         step = sb.CompiledStep(step_fn, plan)
         step.compile(state, sb.BATCH, progress=False)
-        executable = step.executables[plan.buckets[0]]
+        executable = next(each.compiled for each in step.executables if each.bucket == plan.buckets[0])
         jitted = jax.jit(step_fn)
 
         def loop(run, state=state) -> None:

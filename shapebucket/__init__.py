@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shapebucket.buckets import ArraySpec, Bucket, BucketPlan, PlanReport
     from shapebucket.errors import (
+        BudgetError,
+        DriftError,
         LayoutError,
         LengthsError,
         MissingExtraError,
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
-    from shapebucket.step import BATCH, CompiledStep, CompileReport
+    from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
     from shapebucket.watch import CompileCounter
 
 _MODULES = {
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
     "errors": (
+        "BudgetError",
+        "DriftError",
         "LayoutError",
         "LengthsError",
         "MissingExtraError",
@@ -79,7 +83,7 @@ _MODULES = {
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
-    "step": ("BATCH", "CompileReport", "CompiledStep"),
+    "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
     "watch": ("CompileCounter",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -91,10 +95,14 @@ __all__ = [
     "BucketPlan",
     "BucketedIterDataset",
     "BucketedMapDataset",
+    "BudgetError",
     "CompileCounter",
     "CompileReport",
     "CompiledStep",
+    "Cost",
+    "DriftError",
     "ElasticIterDataset",
+    "Executable",
     "Feature",
     "Layout",
     "LayoutError",
@@ -104,6 +112,7 @@ __all__ = [
     "LoaderReport",
     "LockstepIterDataset",
     "MissingExtraError",
+    "OneOf",
     "OverlongError",
     "PlanError",
     "PlanReport",

@@ -118,6 +118,22 @@ class SignatureError(ShapebucketError, TypeError):
         super().__init__(message)
 
 
+class DriftError(StepError):
+    """A step returns another state than it takes, so that its second call would compile again.
+
+    Attributes:
+        differences: a line for each leaf that differs.
+    """
+
+    def __init__(self, message: str, differences: list[str] | None = None) -> None:
+        self.differences = differences or []
+        super().__init__(message)
+
+
+class BudgetError(StepError):
+    """A bucket's step needs more memory than a device may hold."""
+
+
 class MissingExtraError(ShapebucketError, ImportError):
     """A part of shapebucket needs a package that is not installed."""
 

@@ -41,7 +41,7 @@ def test_every_bucket_is_compiled_before_the_first_step_and_none_after(token_pla
     with sb.CompileCounter() as ahead:
         report = step.compile(state, sb.BATCH, progress=False)
     assert ahead.count == ahead.by_function["jit(total)"] == len(token_plan) == len(step.executables)
-    assert report.seconds.keys() == step.executables.keys() == set(token_plan.buckets)
+    assert [each.bucket for each in report.executables] == list(report.seconds) == list(token_plan.buckets)
     assert str(report).startswith(f"{len(token_plan)} executables compiled in ")
     with sb.CompileCounter() as after:
         for _ in range(3):
@@ -105,8 +105,8 @@ plan = sb.BucketPlan(sb.Layout({"tokens": "int32[s]"}), [sb.Bucket((("s", size),
 step = sb.CompiledStep(lambda state, batch: state + batch["tokens"].sum(), plan, batch_sharding=data)
 state = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
 step.compile(state, sb.BATCH, progress=False)
-for executable in step.executables.values():
-    assert executable.input_shardings[0][1]["tokens"].is_equivalent_to(data, 2)
+for executable in step.executables:
+    assert executable.compiled.input_shardings[0][1]["tokens"].is_equivalent_to(data, 2)
 batches = [sb.pad([{"tokens": np.arange(size, dtype=np.int32)}] * 4, bucket, plan)
            for bucket, size in zip(plan.buckets, (2, 8))]
 with sb.CompileCounter() as compiles:
@@ -257,7 +257,7 @@ def test_it_runs_op_by_op_where_jit_is_disabled(step, batches):
 
 
 def test_it_names_itself(step):
-    assert str(step) == "CompiledStep(total, 4 executables of 4 buckets)"
+    assert str(step) == "CompiledStep(total, 4 executables for 4 buckets)"
 
 
 def test_what_is_no_plan_is_refused(token_plan):
@@ -355,7 +355,7 @@ def test_a_function_that_does_not_compile_names_the_bucket(token_plan):
     step = sb.CompiledStep(lambda state, batch: state + batch["missing"], token_plan)
     with pytest.raises(KeyError) as caught:
         step.compile(0, sb.BATCH, progress=False)
-    assert f"shapebucket: while compiling the step for the bucket {token_plan.buckets[0]}" in caught.value.__notes__
+    assert f"shapebucket: while compiling the step for {token_plan.buckets[0]}" in caught.value.__notes__
     assert len(step.executables) == 0
 
 

@@ -1,5 +1,7 @@
 """The compiled step: one executable a bucket."""
 
-from shapebucket.step.compiled import BATCH, CompiledStep, CompileReport
+from shapebucket.step.arguments import BATCH, OneOf
+from shapebucket.step.compiled import CompiledStep
+from shapebucket.step.report import CompileReport, Cost, Executable
 
-__all__ = ["BATCH", "CompileReport", "CompiledStep"]
+__all__ = ["BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"]

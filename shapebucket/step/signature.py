@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,39 @@ import numpy as np
 from jax.core import Tracer
 
 from shapebucket.buckets import ArraySpec
+from shapebucket.step.arguments import Place, label_of
 
 Signature = tuple[Any, ...]
 
 
 def signature_of(batch: Any) -> Signature:
-    """Returns a hashable key of a batch's tree, shapes and dtypes; takes one or two microseconds.
-
-    Raises:
-        AttributeError: for a leaf that is no array.
-    """
+    """Returns a hashable key of a batch's tree, shapes and dtypes, 64-bit dtypes as JAX reads them."""
     leaves, tree = jax.tree_util.tree_flatten(batch)
-    return (tree, *[leaf.shape for leaf in leaves], *[leaf.dtype for leaf in leaves])
+    return (tree, *[as_jit_reads(spec_of(leaf)) for leaf in leaves])
+
+
+def telling_leaves(batches: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Returns the paths of the fewest leaves whose shapes tell these batches apart; of all leaves, if it takes over two.
+
+    A call looks at these alone: an executable checks the others in C++.
+
+    Args:
+        batches: nested dicts of arrays, of the same tree.
+    """
+    paths = [tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(batches[0])]
+    shapes = {path: [leaf_at(batch, path).shape for batch in batches] for path in paths}
+    for count in (1, 2):
+        for chosen in itertools.combinations(paths, count):
+            if len(set(zip(*(shapes[path] for path in chosen), strict=True))) == len(batches):
+                return list(chosen)
+    return paths
+
+
+def leaf_at(batch: Any, path: tuple[str, ...]) -> Any:
+    """Returns a leaf of a nested dict."""
+    for key in path:
+        batch = batch[key]
+    return batch
 
 
 def difference(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]) -> tuple[float, list[str]]:
@@ -49,28 +70,39 @@ def difference(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]
 
 
 def argument_differences(
-    fn: Callable[..., Any], executable: jax.stages.Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Returns a line for each leaf of a call that is not what an executable was compiled for."""
+    fn: Callable[..., Any],
+    executable: jax.stages.Compiled,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Collection[Place] = (),
+) -> dict[str, list[str]]:
+    """Returns, by argument, a line for each leaf of a call that is not what an executable was compiled for.
+
+    Args:
+        fn: the step, for the names of its arguments.
+        executable: what refused the call, or might.
+        args: of the call, static ones left out.
+        kwargs: likewise.
+        statics: the places of the static ones.
+    """
     expected_args, expected_kwargs = executable.in_avals
     sharding_args, sharding_kwargs = executable.input_shardings
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # not every callable has one
-        names = []
-    labels = [names[i] if i < len(names) else f"argument {i}" for i in range(len(args))]
     if len(args) != len(expected_args) or kwargs.keys() != expected_kwargs.keys():
-        return [
-            f"{len(args)} positional arguments and the keywords {sorted(kwargs)} received, {len(expected_args)} and "
-            f"{sorted(expected_kwargs)} expected"
-        ]
-    lines: list[str] = []
+        return {
+            "": [
+                f"{len(args)} positional arguments and the keywords {sorted(kwargs)} received, {len(expected_args)} and "
+                f"{sorted(expected_kwargs)} expected"
+            ]
+        }
+    dynamic = [index for index in range(len(args) + len(statics)) if index not in statics]
+    found: dict[str, list[str]] = {}
     for label, one, other, sharding in [
-        *zip(labels, args, expected_args, sharding_args, strict=True),
+        *zip([label_of(fn, index) for index in dynamic[: len(args)]], args, expected_args, sharding_args, strict=True),
         *((name, kwargs[name], expected_kwargs[name], sharding_kwargs[name]) for name in sorted(kwargs)),
     ]:
-        lines += _tree_differences(label, one, other, sharding)
-    return lines
+        if lines := _tree_differences(label, one, other, sharding):
+            found[label] = lines
+    return found
 
 
 def _tree_differences(label: str, found: Any, expected: Any, shardings: Any) -> list[str]:
@@ -104,7 +136,7 @@ def _array_problem(leaf: Any, sharding: Any) -> str | None:
 
 def as_jit_reads(spec: ArraySpec) -> ArraySpec:
     """Returns the spec with the dtype that JAX gives it: 32 bits for 64, without `jax_enable_x64`."""
-    if isinstance(spec.dtype, np.dtype):
+    if isinstance(spec.dtype, np.dtype) and spec.dtype.kind in "iufc":
         return ArraySpec(spec.shape, np.dtype(jax.dtypes.canonicalize_dtype(spec.dtype)))
     return spec  # typed PRNG keys and such
 

@@ -1,0 +1,96 @@
+"""Which arguments of a step are the batch, static, donated or carried, and how a call names them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shapebucket.errors import StepError
+
+Place = int | str
+"""A positional argument's index or a keyword."""
+
+
+class _Batch:
+    def __repr__(self) -> str:
+        return "BATCH"
+
+
+BATCH: Final = _Batch()
+"""Marks the batch's place among the arguments of `CompiledStep.compile`."""
+
+
+@dataclass(frozen=True, init=False)
+class OneOf:
+    """The values that a static argument takes, for `CompiledStep.compile`: an executable is made for each.
+
+        step.compile(state, BATCH, train=OneOf(True, False))
+
+    Attributes:
+        values: hashable, each once.
+    """
+
+    values: tuple[Any, ...]
+
+    def __init__(self, *values: Any) -> None:
+        if not values:
+            raise StepError("OneOf() needs at least one value")
+        object.__setattr__(self, "values", values)
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a function; none where it has no signature."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # not every callable has one
+        return []
+
+
+def places_of(
+    fn: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
+) -> frozenset[Place]:
+    """Returns the arguments that `argnums` and `argnames` mean, each by its index and by its name, as `jax.jit` reads them."""
+    positional = [
+        each.name for each in parameters_of(fn) if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    names = [argnames] if isinstance(argnames, str) else list(argnames or ())
+    found: set[Place] = set()
+    for number in numbers:
+        index = number + len(positional) if number < 0 else number
+        found.add(index)
+        found.update(positional[index : index + 1])
+    for name in names:
+        found.add(name)
+        if name in positional:
+            found.add(positional.index(name))
+    return frozenset(found)
+
+
+def label_of(fn: Callable[..., Any], place: Place) -> str:
+    """Returns the name of an argument, for messages."""
+    if isinstance(place, str):
+        return place
+    names = [each.name for each in parameters_of(fn) if each.kind is not each.KEYWORD_ONLY]
+    return names[place] if place < len(names) else f"argument {place}"
+
+
+def without(
+    places: Collection[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments that are not at these places."""
+    return (
+        tuple(value for index, value in enumerate(args) if index not in places),
+        {name: value for name, value in kwargs.items() if name not in places},
+    )
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with another value at one place."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
