@@ -52,9 +52,7 @@ def places_of(
     fn: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> frozenset[Place]:
     """Returns the arguments that `argnums` and `argnames` mean, each by its index and by its name, as `jax.jit` reads them."""
-    positional = [
-        each.name for each in parameters_of(fn) if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = _positional(fn)
     numbers = [argnums] if isinstance(argnums, int) else list(argnums or ())
     names = [argnames] if isinstance(argnames, str) else list(argnames or ())
     found: set[Place] = set()
@@ -69,11 +67,15 @@ def places_of(
     return frozenset(found)
 
 
+def _positional(fn: Callable[..., Any]) -> list[str]:
+    return [each.name for each in parameters_of(fn) if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
 def label_of(fn: Callable[..., Any], place: Place) -> str:
     """Returns the name of an argument, for messages."""
     if isinstance(place, str):
         return place
-    names = [each.name for each in parameters_of(fn) if each.kind is not each.KEYWORD_ONLY]
+    names = _positional(fn)
     return names[place] if place < len(names) else f"argument {place}"
 
 

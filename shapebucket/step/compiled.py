@@ -238,7 +238,7 @@ class CompiledStep:
             raise StepError(f"compile() got threads={threads}; it needs at least one")
         with self._lock:
             self._forget()
-            statics = tuple(place for place in (*range(len(args)), *sorted(kwargs)) if place in self._statics)
+            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._statics)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
             contract = _Contract(
                 place=places[0],
