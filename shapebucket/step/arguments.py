@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,6 +77,15 @@ def label_of(fn: Callable[..., Any], place: Place) -> str:
         return place
     names = _positional(fn)
     return names[place] if place < len(names) else f"argument {place}"
+
+
+def at(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place) -> Any:
+    """Returns the argument at a place.
+
+    Raises:
+        IndexError, KeyError: where there is none.
+    """
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def without(

@@ -149,3 +149,11 @@ def spec_of(leaf: Any) -> ArraySpec:
 
 def _shown(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+
+
+def specs_of(tree: Any) -> dict[str, ArraySpec]:
+    """Returns the shape and dtype of each leaf, by its path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): spec_of(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

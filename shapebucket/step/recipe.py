@@ -1,0 +1,226 @@
+"""How a step's executables are made: traced, compared with their contract, compiled."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shapebucket.errors import BudgetError, DriftError, StepError
+from shapebucket.step.arguments import Place, at, label_of, replaced
+from shapebucket.step.contract import Contract, Job
+from shapebucket.step.drift import Returned, explained, sharding_drift, signature_drift
+from shapebucket.step.report import Cost, Executable
+from shapebucket.step.signature import as_jit_reads, specs_of
+from shapebucket.tables import progress_bars
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A step and how it is to be compiled.
+
+    Attributes:
+        fn: the function itself.
+        jit: `jax.jit` with its options.
+        prepare: from the loader's batch to what `fn` takes; None for no change.
+        sharding: where a prepared batch is put; None for leaving it.
+        carry: the places of the arguments that the step returns and takes again.
+        carry_is_told: whether somebody named them: each must be there then.
+        weak_types: whether a carried argument must keep its weak types.
+    """
+
+    fn: Callable[..., Any]
+    jit: Callable[[Callable[..., Any]], Any]
+    prepare: Callable[[Any], Any] | None
+    sharding: Any
+    carry: frozenset[Place]
+    carry_is_told: bool
+    weak_types: bool
+
+    @property
+    def changes_batches(self) -> bool:
+        """Whether a batch is not passed on as it comes."""
+        return self.prepare is not None or self.sharding is not None
+
+    def prepared(self, batch: Any, check: Callable[[Any], None] | None = None) -> Any:
+        """Returns what `fn` takes for a batch of the loader; `check` sees it before it is put on devices."""
+        if self.prepare is not None:
+            batch = self.prepare(batch)
+        if check is not None:
+            check(batch)
+        if self.sharding is None or _lies_on(batch, self.sharding):
+            return batch
+        return jax.device_put(batch, self.sharding)
+
+    def make(
+        self, contract: Contract, jobs: Sequence[Job], threads: int | None, progress: bool
+    ) -> tuple[list[Executable], list[str]]:
+        """Traces the jobs one after another, and compiles them in threads meanwhile: XLA lets the interpreter go.
+
+        Returns:
+            The executables, and notes.
+
+        Raises:
+            StepError, DriftError, BudgetError: as `CompiledStep.compile`.
+        """
+        notes: dict[str, None] = {}
+        with progress_bars(progress) as bars, ThreadPoolExecutor(threads or _cores()) as pool:
+            task = bars.add_task("compile", total=len(jobs), note="")
+            futures: list[Future[Executable]] = []
+            try:
+                for job in jobs:
+                    bars.update(task, note=str(job.bucket))
+                    finish, weak = self._traced(contract, job)
+                    notes.update(dict.fromkeys(weak))
+                    futures.append(pool.submit(finish))
+                    futures[-1].add_done_callback(lambda _: bars.advance(task))
+                made = [future.result() for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+        _check_budget(contract, made)
+        return made, list(notes)
+
+    def _traced(self, contract: Contract, job: Job) -> tuple[Callable[[], Executable], list[str]]:
+        """Traces and lowers the step for a batch; returns what compiles it, which any thread may do, and notes."""
+
+        # A function of its own for each bucket: JAX's caches keep the executables of one function alive together.
+        @functools.wraps(self.fn)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return self.fn(*args, **kwargs)
+
+        started = time.perf_counter()
+        where = f"shapebucket: while compiling the step for {job.bucket or 'a batch of no bucket'}"
+        prepared = self.prepared(job.batch, _refuse_64_bits)
+        args, kwargs = replaced(job.args, job.kwargs, contract.place, prepared)
+        try:
+            traced = self.jit(own).trace(*args, **kwargs)
+            carried = self._carried(contract, job, traced.in_avals)
+            returned = Returned(carried, traced.out_avals)
+            weak = self._check_drift(job, carried, returned, traced.out_avals)
+            lowered = traced.lower()
+        except Exception as error:
+            error.add_note(where)
+            raise
+        tracing = time.perf_counter() - started
+
+        def finish() -> Executable:
+            started = time.perf_counter()
+            try:
+                compiled = lowered.compile()
+            except Exception as error:
+                error.add_note(where)
+                raise
+            self._check_shardings(contract, job, carried, returned, compiled)
+            return Executable(
+                job.bucket,
+                {path: spec.shape for path, spec in specs_of(job.batch).items()},
+                {label_of(self.fn, place): at(job.args, job.kwargs, place) for place in contract.statics},
+                compiled,
+                tracing + time.perf_counter() - started,
+                Cost.of(compiled),
+            )
+
+        return finish, weak
+
+    def _carried(self, contract: Contract, job: Job, dynamic: Any) -> dict[str, Any]:
+        """Returns the part of each carried argument in what stands for the dynamic arguments, by its name."""
+        args, kwargs = dynamic
+        places = [index for index in range(len(job.args)) if index not in contract.statics]
+        given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
+        given.pop(contract.place)
+        labels = {label_of(self.fn, place) for place in given}
+        unknown = sorted(place for place in self.carry if isinstance(place, str) and place not in labels)
+        if self.carry_is_told and unknown:
+            raise StepError(
+                f"carry names {unknown[0]!r}, which is no argument that compile() was given beside the batch"
+            )
+        return {label_of(self.fn, place): value for place, value in given.items() if place in self.carry}
+
+    def _check_drift(self, job: Job, carried: Mapping[str, Any], returned: Returned, result: Any) -> list[str]:
+        """Raises DriftError if a carried argument comes back as another; returns notes."""
+        lines: list[str] = []
+        weak: list[str] = []
+        for name, taken in carried.items():
+            if name not in returned.paths:
+                raise DriftError(
+                    f"the step does not return {name!r}, which it is to take again at the next call: return it, or say in "
+                    "carry= which arguments come back (the donated ones, if not given; () for none)"
+                )
+            drifted, drifted_weakly = signature_drift(name, taken, returned.part(name, result))
+            lines += drifted
+            weak += drifted_weakly
+        if self.weak_types:
+            lines, weak = lines + weak, []
+        if lines:
+            raise _drift(job, lines)
+        return [f"harmless here, but jit would compile twice: {line}" for line in weak]
+
+    def _check_shardings(
+        self,
+        contract: Contract,
+        job: Job,
+        carried: Mapping[str, Any],
+        returned: Returned,
+        compiled: jax.stages.Compiled,
+    ) -> None:
+        """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
+        taken = self._carried(contract, job, compiled.input_shardings)
+        lines: list[str] = []
+        for name, avals in carried.items():
+            lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
+        if lines:
+            raise _drift(job, lines)
+
+
+def _drift(job: Job, lines: list[str]) -> DriftError:
+    return DriftError(
+        f"the step returns another state than it takes (found for {job.bucket}), so the second step would need another "
+        f"program:\n{explained(lines)}",
+        lines,
+    )
+
+
+def _check_budget(contract: Contract, made: Sequence[Executable]) -> None:
+    """Raises BudgetError if an executable needs more memory than there is."""
+    budget = contract.memory
+    over = [each for each in made if budget is not None and each.cost.peak_bytes > budget]
+    if budget is not None and over:
+        listed = "\n".join(
+            f"  {each}: {each.cost.peak_bytes / 2**20:,.1f} MiB (arguments {each.cost.argument_bytes / 2**20:,.1f}, "
+            f"temporaries {each.cost.temporary_bytes / 2**20:,.1f})"
+            for each in over
+        )
+        raise BudgetError(
+            f"{len(over)} of {len(made)} buckets need more than the {budget / 2**20:,.1f} MiB that a device may hold:\n"
+            f"{listed}\nPlan with a smaller token_budget or batch_size, or let fit_batch_sizes() find it."
+        )
+
+
+def _cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lies_on(batch: Any, sharding: Any) -> bool:
+    """Says whether each leaf of a batch lies on one sharding already: putting it there again would take 0.1 ms."""
+    return isinstance(sharding, jax.sharding.Sharding) and all(
+        isinstance(leaf, jax.Array) and leaf.sharding == sharding for leaf in jax.tree.leaves(batch)
+    )
+
+
+def _refuse_64_bits(batch: Any) -> None:
+    """Raises StepError for numpy arrays that JAX would silently cut to 32 bits."""
+    for path, spec in specs_of(batch).items():
+        if (read := as_jit_reads(spec)) != spec:
+            raise StepError(
+                f"{path!r} of the batch is {spec.dtype}, which JAX silently cuts to {read.dtype}: cast it with .map() or "
+                "prepare=, or enable jax_enable_x64"
+            )
