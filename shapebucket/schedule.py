@@ -5,8 +5,10 @@ Letters in shapes: `N` samples, `M` batches of an epoch, `K` buckets.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,8 +117,10 @@ class Schedule:
         self.shard = Shard.of(shard)
         self.own = plan.per_process(self.shard.count)
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
-        self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
-        self.shuffle_batches = shuffle_batches
+        self.seed, self.shuffle = int(seed), bool(shuffle)
+        self.remainder: Remainder = remainder
+        self.overlong: Overlong = overlong
+        self.shuffle_batches = None if shuffle_batches is None else int(shuffle_batches)
         bucket_of = np.empty(len(self.lengths), np.int16)
         for part in chunks(len(bucket_of)):
             bucket_of[part] = plan.assign(self.lengths.values[part])
@@ -175,6 +179,29 @@ class Schedule:
     def __iter__(self) -> Iterator[ScheduledBatch]:
         """Yields the batches of the first epoch."""
         return (self[index] for index in range(len(self)))
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides which batch stands where, as JSON values by name: a step means the same only where this is the same.
+
+        Plan and lengths stand there as hashes. The shard is left out, since a run goes on with another number of processes.
+        """
+        return {
+            "plan": self.plan.fingerprint,
+            "lengths": self._lengths_hash,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "shuffle_batches": self.shuffle_batches,
+            "remainder": self.remainder,
+            "overlong": self.overlong,
+        }
+
+    @cached_property
+    def _lengths_hash(self) -> str:
+        values = hashlib.sha256()
+        for part in chunks(len(self.lengths)):
+            values.update(self.lengths.values[part].astype("<i4", copy=False).tobytes())
+        return values.hexdigest()[:16]
 
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes."""

@@ -19,6 +19,11 @@ def workers(count: int) -> grain.MultiprocessingOptions:
     return grain.MultiprocessingOptions(num_workers=count)
 
 
+def at(index, **fingerprint):
+    """The state after so many elements."""
+    return {"next_index": index, "fingerprint": fingerprint}
+
+
 def through_json(state):
     return json.loads(json.dumps(state))
 
@@ -47,16 +52,13 @@ class TestWithoutWorkers:
         dataset = grain.MapDataset.range(10).repeat(2)
         assert list(sb.ElasticIterDataset(dataset, READ)) == list(dataset.to_iter_dataset(READ))
 
-    def test_states_are_those_of_to_iter_dataset(self):
-        """A run that did without this stage can take it up, and the reverse."""
-        dataset = grain.MapDataset.range(10)
-        plain, elastic = iter(dataset.to_iter_dataset(READ)), iter(sb.ElasticIterDataset(dataset, READ))
+    def test_states_say_how_many_elements_were_passed(self):
+        elastic = iter(sb.ElasticIterDataset(grain.MapDataset.range(10), READ))
         for expected in range(10):
-            assert plain.get_state() == elastic.get_state()
-            assert next(elastic) == next(plain) == expected
-        plain.set_state({"next_index": 7})
-        elastic.set_state({"next_index": 7})
-        assert list(plain) == list(elastic) == [7, 8, 9]
+            assert elastic.get_state() == at(expected)
+            assert next(elastic) == expected
+        elastic.set_state(at(7))
+        assert list(elastic) == [7, 8, 9]
 
     @pytest.mark.parametrize("read", [READ, NO_THREADS])
     def test_grains_own_check_passes(self, read):
@@ -70,12 +72,12 @@ class TestWithoutWorkers:
         assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
         with pytest.raises(OSError, match="try again"):
             next(iterator)
-        assert iterator.get_state() == {"next_index": 4}
+        assert iterator.get_state() == at(4)
         assert list(iterator) == [4, 5, 6, 7, 8, 9]
 
     def test_an_endless_data_set_goes_on_from_far_away(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(10).repeat(), READ))
-        iterator.set_state({"next_index": 10_000_000_004})
+        iterator.set_state(at(10_000_000_004))
         assert [next(iterator) for _ in range(8)] == [4, 5, 6, 7, 8, 9, 0, 1]
 
     def test_the_end_stays_the_end(self):
@@ -109,19 +111,62 @@ class TestMessages:
         ):
             sb.ElasticIterDataset(grain.MapDataset.range(3).to_iter_dataset())
 
-    @pytest.mark.parametrize("state", ["{}", {}, {"next_index": "3"}, {"next_index": 3, "exhausted": [0]}])
+    @pytest.mark.parametrize(
+        "state", ["{}", {}, {"next_index": 3}, at("3"), {**at(3), "fingerprint": "1f"}, {**at(3), "exhausted": [0]}]
+    )
     def test_what_is_no_state_is_refused(self, state):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
         with pytest.raises(
-            sb.StateError, match=r"takes the state \{'next_index': n\}, but got .*: it was saved by another pipeline"
+            sb.StateError,
+            match=r"takes the state \{'next_index': n, 'fingerprint': \{…\}\}, but got .*: it was saved by another pipeline",
         ):
             iterator.set_state(state)
+
+    def test_a_state_of_another_schedule_is_refused(self, tokens, token_plan, token_lengths):
+        """Whatever stages come between; another shard is no other schedule."""
+        source = grain.MapDataset.source(tokens)
+
+        def elastic(plan=token_plan, **options):
+            batches = sb.BucketedMapDataset(source, plan, token_lengths, **options)
+            return iter(sb.ElasticIterDataset(batches.map(lambda batch: batch).repeat(2), READ))
+
+        iterator = elastic(seed=1)
+        next(iterator)
+        state = through_json(iterator.get_state())
+        for options, changed in (
+            ({}, "seed 1, here 0"),
+            ({"seed": 1, "shuffle_batches": 4}, "shuffle_batches None, here 4"),
+            ({"seed": 1, "absent": "mask"}, "absent 'error', here 'mask'"),
+            ({"seed": 1, "plan": sb.plan_buckets(token_lengths, max_buckets=2, batch_size=4)}, "plan '.*', here '.*'"),
+        ):
+            with pytest.raises(
+                sb.StateError,
+                match=f"^the state was saved by a loader with {changed}: its steps mean other batches; restore it into one",
+            ):
+                elastic(**options).set_state(state)
+        same = elastic(seed=1)
+        same.set_state(state)
+        assert len(list(same)) == len(list(iterator))
+        plan = sb.plan_buckets(token_lengths, max_buckets=2, batch_size=4)
+        whole, half = (elastic(plan, shard=shard) for shard in ((0, 1), (1, 2)))
+        half.set_state(through_json(whole.get_state()))
+
+    def test_a_mix_of_schedules_has_the_fingerprints_of_all(self, tokens, token_plan, token_lengths):
+        source = grain.MapDataset.source(tokens)
+        one, two = (sb.BucketedMapDataset(source, token_plan, token_lengths, seed=seed) for seed in (1, 2))
+        elastic = sb.ElasticIterDataset(grain.MapDataset.mix([one, two]), READ)
+        assert elastic.fingerprint == {name: [one.fingerprint[name], two.fingerprint[name]] for name in one.fingerprint}
+        assert elastic.fingerprint["seed"] == [1, 2]
+        state = through_json(iter(elastic).get_state())
+        other = iter(sb.ElasticIterDataset(grain.MapDataset.mix([two, one]), READ))
+        with pytest.raises(sb.StateError, match=r"with seed \[1, 2\], here \[2, 1\]: its steps mean other batches"):
+            other.set_state(state)
 
     @pytest.mark.parametrize("index", [-1, 4])
     def test_a_state_of_a_longer_data_set_is_refused(self, index):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
         with pytest.raises(sb.StateError, match=f"was saved after {index} elements, but the data set has 3"):
-            iterator.set_state({"next_index": index})
+            iterator.set_state(at(index))
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))
@@ -135,7 +180,7 @@ class TestWithWorkers:
         """0 → 2 → 3 → 1 → 0, with elements that a filter left out, over the end of an epoch."""
         dataset = grain.MapDataset.range(11).filter(lambda number: number % 4 != 1).repeat(2)
         expected = list(dataset.to_iter_dataset(READ))
-        found, state = [], {"next_index": 0}
+        found, state = [], at(0)
         for count in (0, 2, 3, 1, 0):
             iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(count)))
             iterator.set_state(through_json(state))
@@ -150,11 +195,11 @@ class TestWithWorkers:
     def test_running_workers_are_placed_anew(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
         assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
-        iterator.set_state({"next_index": 2})
+        iterator.set_state(at(2))
         assert [next(iterator) for _ in range(5)] == [2, 3, 4, 5, 6]
-        iterator.set_state({"next_index": 17})
+        iterator.set_state(at(17))
         assert list(iterator) == [17, 18, 19]
-        iterator.set_state({"next_index": 18})
+        iterator.set_state(at(18))
         assert list(iterator) == [18, 19]
         iterator.close()
 
@@ -166,7 +211,7 @@ class TestWithWorkers:
             next(iterator)
         with pytest.raises(OSError, match="try again"):  # a new process, which fails once again
             next(iterator)
-        assert iterator.get_state() == {"next_index": 3}
+        assert iterator.get_state() == at(3)
         iterator.close()
 
     def test_mp_prefetch_behind_it_is_refused(self):

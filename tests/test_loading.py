@@ -110,6 +110,11 @@ class TestSchedule:
         assert not np.array_equal(loader[0]["tokens"], loader[len(loader)]["tokens"])
         np.testing.assert_array_equal(loader[0]["tokens"], loader[0]["tokens"])
 
+    def test_its_fingerprint_is_that_of_the_schedule_and_its_policy(self, source, token_plan, token_lengths, scheduled):
+        assert scheduled.fingerprint == {**scheduled.schedule.fingerprint, "absent": "error"}
+        masking = sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1, absent="mask")
+        assert masking.fingerprint == {**scheduled.fingerprint, "absent": "mask"}
+
     def test_slices_are_grains(self, scheduled):
         assert_equal(list(scheduled[1:4]), [scheduled[index] for index in (1, 2, 3)])
 

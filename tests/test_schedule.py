@@ -1,4 +1,5 @@
 import itertools
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -80,6 +81,30 @@ def test_the_order_is_pinned_since_a_run_must_resume_under_another_numpy():
         [7, 6, 2, 5, 3, 0, 1, 4],
         [5, 0, 4, 6, 3, 1, 2, 7],
     ]
+
+
+def test_a_fingerprint_is_of_all_that_decides_on_the_batches_and_of_nothing_else():
+    options = {"seed": np.int64(3), "shuffle_batches": np.int64(5)}
+    mine = sb.Schedule(LENGTHS, PLAN, **options)
+    assert json.loads(json.dumps(mine.fingerprint)) == mine.fingerprint
+    others = [
+        sb.Schedule(LENGTHS, PLAN, **{**options, **changed})
+        for changed in (
+            {"seed": 4},
+            {"shuffle": False},
+            {"shuffle_batches": None},
+            {"remainder": "drop"},
+            {"overlong": "drop"},
+        )
+    ]
+    others.append(sb.Schedule(LENGTHS, plan_of((4, 4), (8, 4), (16, 2)), **options))
+    others.append(sb.Schedule(LENGTHS[::-1], PLAN, **options))
+    names = ["seed", "shuffle", "shuffle_batches", "remainder", "overlong", "plan", "lengths"]
+    for name, other in zip(names, others, strict=True):
+        assert [key for key, value in other.fingerprint.items() if value != mine.fingerprint[key]] == [name]
+    assert sorted(mine.fingerprint) == sorted(names)
+    for index in range(2):
+        assert sb.Schedule(list(LENGTHS), PLAN, **options, shard=(index, 2)).fingerprint == mine.fingerprint
 
 
 def test_batches_are_shuffled_within_windows_and_stay_the_same_batches():

@@ -14,16 +14,19 @@ import grain
 from shapebucket.errors import ScheduleError, StateError
 from shapebucket.flags import mark_flags_parsed
 from shapebucket.loading._grain_private import ElementsOfParent, connect, recorded
+from shapebucket.loading.fingerprints import changes, joined
 
 _T = TypeVar("_T")
+_STATE = {"next_index", "fingerprint"}
 
 
 class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     """Reads a `grain.MapDataset` in its order, with threads and worker processes; the state is one integer.
 
     It stands in the place of `to_iter_dataset(…).mp_prefetch(…)`, whose state holds one state a worker, so that another number
-    of workers does not take it. Here the state is `{"next_index": n}` for any number, as that of `to_iter_dataset` without
-    workers: a checkpoint of one is restored into the other.
+    of workers does not take it. Here the state is `{"next_index": n, "fingerprint": {…}}` for any number; the fingerprint
+    is that of the `BucketedMapDataset` before it, without which a step means nothing, and another one is refused. Of other
+    stages (a `shuffle` of samples, a `map`) nothing is known: they must be as they were.
 
     Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over. The
     workers end when their parent is killed; those of `mp_prefetch` alone then wait for ever.
@@ -71,6 +74,14 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
         one = grain.MultiprocessingOptions(1, workers.per_worker_buffer_size, workers.enable_profiling)
         return self._source[at :: self._workers].to_iter_dataset(read, allow_nones=True).mp_prefetch(one, _watch_parent)
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a state must have been saved with to be restored here, by name: that of the `BucketedMapDataset` before it.
+
+        Of several, each name has a list; {} if there is none.
+        """
+        return joined(self._source)
+
     def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
         """Refuses `mp_prefetch`, which would cut up what is read here.
 
@@ -85,7 +96,7 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     def __iter__(self) -> grain.DatasetIterator[_T]:
         if self._workers:
             mark_flags_parsed()
-        return _ElasticDatasetIterator([iter(shard) for shard in self._shards], len(self._source))
+        return _ElasticDatasetIterator(self, [iter(shard) for shard in self._shards], len(self._source))
 
     def __str__(self) -> str:
         return f"ElasticIterDataset(workers={self._workers})"
@@ -94,8 +105,9 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
 class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
     """Takes turns between iterators over every n-th element each."""
 
-    def __init__(self, shards: list[grain.DatasetIterator[_T]], length: int) -> None:
+    def __init__(self, dataset: ElasticIterDataset[_T], shards: list[grain.DatasetIterator[_T]], length: int) -> None:
         super().__init__(shards)
+        self._dataset = dataset
         self._shards = shards
         self._length = length
         self._next = 0
@@ -140,21 +152,28 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         self._placed = True
 
     def get_state(self) -> dict[str, Any]:
-        """Returns how many elements were passed, the same for any number of workers."""
-        return {"next_index": self._next}
+        """Returns how many elements were passed, the same for any number of workers, and the loader's fingerprint."""
+        return {"next_index": self._next, "fingerprint": self._dataset.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes a state that `get_state` returned, or an iterator of `to_iter_dataset` without workers.
+        """Takes a state that `get_state` returned.
 
         Raises:
-            StateError: if it is neither, or of a longer data set.
+            StateError: if it is none, or of another schedule, or of a longer data set.
         """
-        index = state.get("next_index") if isinstance(state, dict) and len(state) == 1 else None
-        if not isinstance(index, int):
+        whole = isinstance(state, dict) and state.keys() == _STATE
+        if not whole or not isinstance(state["next_index"], int) or not isinstance(state["fingerprint"], dict):
             raise StateError(
-                f"ElasticIterDataset takes the state {{'next_index': n}}, but got {str(state)[:80]!r}: it was saved by another "
-                "pipeline (that of mp_prefetch holds one state a worker)"
+                "ElasticIterDataset takes the state {'next_index': n, 'fingerprint': {…}}, but got "
+                f"{str(state)[:80]!r}: it was saved by another pipeline (that of to_iter_dataset has no fingerprint, that of "
+                "mp_prefetch one state a worker)"
             )
+        if changed := changes(state["fingerprint"], self._dataset.fingerprint):
+            raise StateError(
+                f"the state was saved by a loader with {changed}: its steps mean other batches; restore it into one with the "
+                "same plan and lengths (their files), seed and policies"
+            )
+        index = state["next_index"]
         if not 0 <= index <= self._length:
             raise StateError(
                 f"the state was saved after {index} elements, but the data set has {self._length}: it is not the one that the "

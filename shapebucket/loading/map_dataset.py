@@ -143,6 +143,15 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         return self.schedule.plan
 
     @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a step was saved with if it means the same batch here: plan, lengths, seed and policies, as JSON values by name.
+
+        The state of an iterator is Grain's, an index, which cannot hold it: save this beside the state and compare, or read
+        by `ElasticIterDataset`, which does both. The shard is no part of it: a run goes on with another number of processes.
+        """
+        return {**self.schedule.fingerprint, "absent": self.absent}
+
+    @property
     def masked(self) -> int:
         """Rows that became padding since their element was None when it was read (`absent="mask"`), in all reads so far.
 
