@@ -64,6 +64,10 @@ class LoaderReport:
     early: int
     absent: int
 
+    def __post_init__(self) -> None:
+        for name in ("batches", "samples", "real_elements"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # it is of one moment, whoever counts on
+
     @property
     def seen(self) -> int:
         """Samples taken from the source."""

@@ -1,6 +1,9 @@
+import gc
 import json
+import pickle
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import grain
@@ -433,6 +436,46 @@ class TestStream:
         assert report.waiting > 0
         assert report.seen == iterator.get_state()["seen"]
 
+    def test_a_report_stays_as_it_was_and_does_not_keep_the_iterator(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        iterator = iter(dataset)
+        next(iterator)
+        report = dataset.report()
+        assert report is iterator.report()
+        for counts in (report.batches, report.samples, report.real_elements):
+            assert isinstance(counts, tuple)
+        before = str(report)
+        next(iterator)
+        assert str(report) == before != str(dataset.report())
+        watched = weakref.ref(iterator)
+        del iterator
+        gc.collect()
+        assert watched() is None
+        assert sum(dataset.report().batches) == 2
+
+    def test_a_pickled_stream_has_read_nothing(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        size = len(pickle.dumps(dataset))
+        next(iter(dataset))
+        assert dataset.report().seen > 0
+        pickled = pickle.dumps(dataset)
+        with pytest.raises(sb.ScheduleError, match="nothing was read in this process yet"):
+            pickle.loads(pickled).report()
+        assert len(pickled) < size + 4096  # the checker remembers a few shapes
+
+    def test_absent_elements_are_counted(self, tokens, token_plan):
+        with_gaps = [None if number % 4 == 1 else each for number, each in enumerate(tokens)]
+        parent = grain.MapDataset.source(with_gaps).to_iter_dataset(NO_THREADS, allow_nones=True)
+        dataset = sb.BucketedIterDataset(parent, token_plan)
+        iterator = iter(dataset)
+        next(iterator)
+        fresh = iter(dataset)
+        fresh.set_state(json.loads(json.dumps(iterator.get_state())))
+        for each in (iterator, fresh):
+            list(each)
+            assert each.report().absent == 25
+            assert sum(each.report().samples) == 75
+
     def test_reports_from_another_thread_do_not_disturb(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
         iterator = iter(dataset)
@@ -449,9 +492,10 @@ class TestStream:
             else state
         )
         found = []
-        for batch in fresh:
-            dataset.report()
-            found.append(batch)
+        with ThreadPoolExecutor(1) as pool:
+            for batch in fresh:
+                pool.submit(dataset.report).result()
+                found.append(batch)
         assert_equal(found, expected)
 
     def test_anchors_stay_few_when_nothing_waits(self, token_plan):
