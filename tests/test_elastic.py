@@ -1,6 +1,11 @@
 """ElasticIterDataset: the state does not depend on the number of workers."""
 
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
 
 import grain
 import numpy as np
@@ -203,6 +208,14 @@ class TestWithWorkers:
         assert list(iterator) == [18, 19]
         iterator.close()
 
+    def test_workers_that_have_not_answered_are_placed_anew(self):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
+        for index in (20, 19, 3, 19, 20, 0, 5):
+            iterator.set_state(at(index))
+            iterator.start_prefetch()
+        assert list(iterator) == list(range(5, 20))
+        iterator.close()
+
     def test_an_error_in_a_worker_is_raised_and_the_element_read_again(self):
         dataset = FailsOnce(6, fails=3).map(lambda number: number)
         iterator = iter(sb.ElasticIterDataset(dataset, NO_THREADS, workers(2)))
@@ -267,8 +280,78 @@ class BreaksInTheWorker:
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_so():
-    workers = grain.MultiprocessingOptions(num_workers=2)
-    dataset = sb.ElasticIterDataset(grain.MapDataset.source(BreaksInTheWorker()), None, workers)
-    with pytest.raises(Exception, match="no such file in the worker"):
-        list(dataset)
+@pytest.mark.parametrize("index", [0, 1, 7])
+def test_a_worker_that_cannot_start_says_so(index):
+    """At a restore too, where Grain's own reader would wait for ever."""
+    dataset = sb.ElasticIterDataset(grain.MapDataset.source(BreaksInTheWorker()), None, workers(2))
+    iterator = iter(dataset)
+    iterator.set_state(at(index))
+    iterator.start_prefetch()
+    iterator.set_state(at(index + 1))
+    iterator.set_state(at(index))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such file in the worker") as caught:
+            next(iterator)
+        note = "The worker gave no element before. To try again, make another iterator with iter(dataset)."
+        assert caught.value.__notes__.count(note) == 1
+    iterator.close()
+
+
+@pytest.mark.slow
+def test_workers_start_together_and_end_with_their_data():
+    dataset = sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2))
+    iterator = iter(dataset)
+    iterator.set_state(at(3))
+    before = set(multiprocessing.active_children())
+    iterator.start_prefetch()
+    limit = time.monotonic() + 20
+    while len(mine := set(multiprocessing.active_children()) - before) < 2 and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert len(mine) == 2
+    assert list(iterator) == list(range(3, 20))
+    limit = time.monotonic() + 20
+    while mine & set(multiprocessing.active_children()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not mine & set(multiprocessing.active_children())
+    iterator.close()
+
+
+def test_a_closed_iterator_says_so_and_keeps_its_state():
+    iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3), READ))
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    assert iterator.get_state() == at(1)
+    with pytest.raises(
+        sb.ScheduleError, match=r"was closed: make another with iter\(dataset\), and set_state\(\) to go on with it"
+    ):
+        next(iterator)
+
+
+SCRIPT = """
+import sys
+import grain, numpy as np
+import shapebucket as sb
+
+if __name__ == "__main__":
+    source = grain.MapDataset.range(30).map(lambda number: {"a": np.full(100_000, number)})
+    read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+    iterator = iter(sb.ElasticIterDataset(source, read, grain.MultiprocessingOptions(num_workers=2)))
+    for batch in iterator:
+        if str(batch["a"][0]) == sys.argv[1]:
+            break
+    held = [batch, batch["a"][5:]]
+    print(int(batch["a"].sum()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [7, 29])
+def test_a_script_that_simply_ends_prints_nothing(tmp_path, last):
+    """In the middle of the data or after it, with variables that hold the iterator and arrays in shared memory."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, str(script), str(last)], env=environment, **pipes)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{last * 100_000}\n", "")
