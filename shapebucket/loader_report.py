@@ -34,6 +34,11 @@ def check_policies(remainder: str, overlong: str) -> None:
             raise ScheduleError(f"{name} must be one of {allowed}, but got {value!r}")
 
 
+def is_whole(value: object, least: int) -> bool:
+    """Returns whether a value is a whole number of at least so many; True is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
 @dataclass(frozen=True)
 class LoaderReport:
     """Counts, in samples, batches and elements (those of `Layout.elements`). Every sample is in exactly one of them.

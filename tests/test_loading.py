@@ -2,6 +2,7 @@ import gc
 import json
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import shapebucket as sb
 from shapebucket.loading import iter_dataset
 from shapebucket.loading._grain_private import recorded
+from shapebucket.loading.map_dataset import _Counter
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
 
@@ -145,6 +147,20 @@ class TestSchedule:
             loader = sb.BucketedMapDataset(parent, token_plan, lengths)
             assert len(numbers(loader.repeat(2))) == 2 * len(parent)
 
+    def test_a_data_set_of_one_epoch_says_so_in_the_second(self, tokens, token_plan, token_lengths):
+        class OneEpoch(Flaky):
+            def __getitem__(self, index):
+                return self.slice(index) if isinstance(index, slice) else self.data[index]
+
+        loader = sb.BucketedMapDataset(OneEpoch(tokens), token_plan, token_lengths)
+        assert sorted(numbers(loader)) == list(range(100))
+        with pytest.raises(
+            sb.ScheduleError,
+            match=rf"batch {len(loader)} is of epoch 1, but the data set before the loader has one epoch only: it raised "
+            r"IndexError \(list index out of range\) for an index from its length on, which is how Grain asks for a later",
+        ):
+            list(loader.repeat(2))
+
     def test_a_sample_whose_length_changed_is_found_out(self, tokens, token_plan, token_lengths):
         loader = sb.BucketedMapDataset(grain.MapDataset.source(tokens), token_plan, token_lengths)
         tokens[5] = {"tokens": np.zeros(3 + len(tokens[5]["tokens"]), np.int32)}
@@ -225,6 +241,21 @@ class TestSchedule:
 
     def test_it_names_itself(self, scheduled):
         assert str(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+
+
+def test_a_counter_counts_what_several_threads_add():
+    class Slow(int):
+        """Lets another thread come between reading and writing."""
+
+        def __radd__(self, other):
+            time.sleep(0.005)
+            return int(other) + int(self)
+
+    counter = _Counter()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(counter.add, [Slow(1)] * 16))
+    assert counter.value == 16
+    assert pickle.loads(pickle.dumps(counter)).value == 0
 
 
 def test_stop_iteration_in_a_map_does_not_pass_for_the_end(source, token_plan, token_lengths):

@@ -17,7 +17,7 @@ import numpy as np
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
-from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies, is_whole
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
 from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
@@ -82,7 +82,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         super().__init__(parent)
         check_plan(plan)
         check_policies(remainder, overlong)
-        if max_wait is not None and (not isinstance(max_wait, int | np.integer) or max_wait < 1):
+        if max_wait is not None and not is_whole(max_wait, 1):
             raise ScheduleError(f"max_wait must be at least 1 sample, a whole number, or None, but got {max_wait!r}")
         plan.batch_spec(plan.buckets[0])
         if not lockstep:

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import ProcessError, ScheduleError, StateError
-from shapebucket.loader_report import check_plan
+from shapebucket.loader_report import check_plan, is_whole
 from shapebucket.loading._grain_private import BatchesOfPlan, connect, recorded
 from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
@@ -102,7 +102,7 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
             )
         super().__init__(parent)
         check_plan(plan)
-        if not isinstance(window, int | np.integer) or window < 1:
+        if not is_whole(window, 1):
             raise ScheduleError(f"window must be at least 1 batch, a whole number, but got {window!r}")
         self.plan = self.emitted = plan
         self.window = int(window)

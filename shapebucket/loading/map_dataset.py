@@ -179,14 +179,23 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         """Reads and pads a batch; see `pad` for what it holds. An index from `len` on is one of a later epoch.
 
         Raises:
-            ScheduleError: if a sample has not the length it was measured with.
+            ScheduleError: if a sample has not the length it was measured with, or for a later epoch of a data set of one.
             LayoutError: if a sample does not fit the layout.
         """
         if isinstance(index, slice):
             return self.slice(index)
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
-        rows, lengths = self._rows(indices, offset)
+        try:
+            rows, lengths = self._rows(indices, offset)
+        except IndexError as error:
+            if not offset:
+                raise
+            raise ScheduleError(
+                f"batch {index} is of epoch {index // len(self.schedule)}, but the data set before the loader has one epoch "
+                f"only: it raised IndexError ({error}) for an index from its length on, which is how Grain asks for a later "
+                "epoch. Have it take the index modulo its length, or read one epoch"
+            ) from error
         self._masked.add(len(indices) - len(rows))
         truncate = self.schedule.overlong == "truncate"
         return recorded(self, partial(pad_rows, rows, lengths, bucket, self.plan, truncate=truncate))
