@@ -183,6 +183,10 @@ class Schedule:
         """Yields the batches of the first epoch."""
         return (self[index] for index in range(len(self)))
 
+    def __repr__(self) -> str:
+        shard = f"{self.shard.index} of {self.shard.count}"
+        return f"Schedule(buckets={len(self.plan)}, batches={len(self)}, seed={self.seed}, shard={shard})"
+
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What decides which batch stands where, as JSON values by name: a step means the same only where this is the same.

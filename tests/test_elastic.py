@@ -175,7 +175,7 @@ class TestMessages:
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))
-        assert str(dataset) == "ElasticIterDataset(workers=2)"
+        assert str(dataset) == repr(dataset) == "ElasticIterDataset(workers=2)"
         assert str(iter(dataset)) == "ElasticDatasetIterator(shards=2)"
 
 

@@ -198,7 +198,9 @@ class TestSchedule:
         plain = list(sb.BucketedMapDataset(source, token_plan, token_lengths))
         assert [each["tokens"].shape for each in batches] == [each["tokens"].shape for each in plain]
         assert [numbers([each]) for each in batches] == [[n for n in numbers([x]) if n % 3 == 0] for x in plain]
-        assert loader.masked == 66
+        assert loader.masked == loader.report().masked == 66
+        assert str(loader.report()).endswith(", 0 absent, 66 rows masked when they were read")
+        assert str(loader.schedule.report()).endswith(", 0 absent")
         lost = sum(len(loader.schedule[i].indices) - int(each["example_mask"].sum()) for i, each in enumerate(batches))
         assert lost == 66
         empty = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths, absent="mask")
@@ -240,7 +242,7 @@ class TestSchedule:
         iterator.close()
 
     def test_it_names_itself(self, scheduled):
-        assert str(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+        assert str(scheduled) == repr(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
 
 
 def test_a_counter_counts_what_several_threads_add():
@@ -584,7 +586,7 @@ class TestStream:
 
     def test_it_names_itself(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
-        assert str(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
+        assert str(dataset) == repr(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
         assert str(iter(dataset)) == "BucketedDatasetIterator(buckets=4)"
 
 

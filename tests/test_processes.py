@@ -725,7 +725,7 @@ class TestLockstep:
 
     def test_it_names_itself(self, stream, token_plan):
         lockstep = sb.LockstepIterDataset(stream, token_plan)
-        assert str(lockstep) == "LockstepIterDataset(buckets=4, window=32)"
+        assert str(lockstep) == repr(lockstep) == "LockstepIterDataset(buckets=4, window=32)"
         assert str(iter(lockstep)) == "LockstepDatasetIterator(buckets=4)"
 
 

@@ -294,6 +294,11 @@ def test_no_batch_is_an_error():
         sb.Schedule([99], PLAN, overlong="drop")
 
 
+def test_it_names_itself():
+    schedule = sb.Schedule(LENGTHS, PLAN, seed=3, shard=(1, 2))
+    assert repr(schedule) == f"Schedule(buckets=3, batches={len(schedule)}, seed=3, shard=1 of 2)"
+
+
 def test_negative_indices_are_refused():
     with pytest.raises(IndexError, match="a schedule has no batch -1"):
         sb.Schedule([1], PLAN)[-1]

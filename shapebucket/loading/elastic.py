@@ -118,6 +118,8 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     def __str__(self) -> str:
         return f"ElasticIterDataset(workers={self._workers})"
 
+    __repr__ = __str__
+
 
 class _Shard(grain.IterDataset[_T]):
     """The elements of one worker, from `start` on, as it is when the worker starts.

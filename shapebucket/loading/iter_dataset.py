@@ -136,6 +136,8 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     def __str__(self) -> str:
         return f"BucketedIterDataset(buckets={len(self.plan)}, max_wait={self.max_wait})"
 
+    __repr__ = __str__
+
 
 class _Board:
     """Where an iterator leaves its last report, for the data set to read: so the data set does not keep the iterator alive."""

@@ -151,6 +151,8 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     def __str__(self) -> str:
         return f"LockstepIterDataset(buckets={len(self.plan)}, window={self.window})"
 
+    __repr__ = __str__
+
 
 class _Board:
     """Where an iterator leaves its last report, for the data set to read."""

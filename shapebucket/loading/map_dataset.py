@@ -6,6 +6,7 @@ import builtins
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args, overload
 
@@ -163,9 +164,9 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes, as planned before any is read; print it.
 
-        Rows that `absent="mask"` then leaves empty are counted by `masked`.
+        Rows that `absent="mask"` then leaves empty are in it too, those of all epochs that this process has read: see `masked`.
         """
-        return self.schedule.report(epoch)
+        return replace(self.schedule.report(epoch), masked=self.masked)
 
     def __len__(self) -> int:
         """Batches of an epoch; the same in every epoch."""
@@ -252,6 +253,8 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
 
     def __str__(self) -> str:
         return f"BucketedMapDataset(buckets={len(self.plan)}, batches={len(self)})"
+
+    __repr__ = __str__
 
 
 class _Counter:
