@@ -11,7 +11,7 @@ import grain
 import numpy as np
 import pytest
 from absl import flags
-from conftest import make_tokens
+from conftest import end, make_tokens
 
 import shapebucket as sb
 
@@ -191,11 +191,11 @@ class TestWithWorkers:
             iterator.set_state(through_json(state))
             found += [next(iterator) for _ in range(3)]
             state = iterator.get_state()
-            iterator.close()
+            end(iterator)
         iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(2)))
         iterator.set_state(through_json(state))
         assert found + list(iterator) == expected
-        iterator.close()
+        end(iterator)
 
     def test_running_workers_are_placed_anew(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
@@ -206,7 +206,7 @@ class TestWithWorkers:
         assert list(iterator) == [17, 18, 19]
         iterator.set_state(at(18))
         assert list(iterator) == [18, 19]
-        iterator.close()
+        end(iterator)
 
     def test_workers_that_have_not_answered_are_placed_anew(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
@@ -214,7 +214,7 @@ class TestWithWorkers:
             iterator.set_state(at(index))
             iterator.start_prefetch()
         assert list(iterator) == list(range(5, 20))
-        iterator.close()
+        end(iterator)
 
     def test_an_error_in_a_worker_is_raised_and_the_element_read_again(self):
         dataset = FailsOnce(6, fails=3).map(lambda number: number)
@@ -225,12 +225,13 @@ class TestWithWorkers:
         with pytest.raises(OSError, match="try again"):  # a new process, which fails once again
             next(iterator)
         assert iterator.get_state() == at(3)
-        iterator.close()
+        end(iterator)
 
     def test_mp_prefetch_behind_it_is_refused(self):
-        dataset = sb.ElasticIterDataset(grain.MapDataset.range(6), READ).mp_prefetch(workers(2))
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(6), READ).mp_prefetch(workers(2)))
         with pytest.raises(sb.ScheduleError, match="has its own workers, and mp_prefetch behind it asks for a part"):
-            list(dataset)
+            next(iterator)
+        end(iterator)
 
     def test_a_stream_behind_it_resumes_with_another_number_of_workers(self, tokens, token_plan):
         source = grain.MapDataset.source(make_tokens(100))
@@ -245,7 +246,7 @@ class TestWithWorkers:
             state = iterator.get_state()
             if count == 3:
                 found += list(iterator)
-            iterator.close()
+            end(iterator)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one["tokens"], other["tokens"])
@@ -294,7 +295,7 @@ def test_a_worker_that_cannot_start_says_so(index):
             next(iterator)
         note = "The worker gave no element before. To try again, make another iterator with iter(dataset)."
         assert caught.value.__notes__.count(note) == 1
-    iterator.close()
+    end(iterator)
 
 
 @pytest.mark.slow
@@ -313,7 +314,7 @@ def test_workers_start_together_and_end_with_their_data():
     while mine & set(multiprocessing.active_children()) and time.monotonic() < limit:
         time.sleep(0.01)
     assert not mine & set(multiprocessing.active_children())
-    iterator.close()
+    end(iterator)
 
 
 def test_a_closed_iterator_says_so_and_keeps_its_state():

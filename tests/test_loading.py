@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
-from conftest import make_tokens
+from conftest import assert_equal, assert_resumes_everywhere, end, make_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,35 +47,6 @@ class Flaky(grain.MapDataset):
         return self.data[index % len(self.data)]
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def assert_resumes_everywhere(dataset):
-    """Restores a fresh iterator after every batch, through JSON, and compares all that follows."""
-    iterator = iter(dataset)
-    states, batches = [json.dumps(iterator.get_state())], []
-    for batch in iterator:
-        batches.append(batch)
-        states.append(json.dumps(iterator.get_state()))
-    assert batches
-    for number, state in enumerate(states):
-        fresh = iter(dataset)
-        fresh.set_state(json.loads(state))
-        assert_equal(list(fresh), batches[number:])
-
-
-@pytest.fixture
-def source(tokens):
-    return grain.MapDataset.source(tokens)
-
-
-@pytest.fixture
-def scheduled(source, token_plan, token_lengths):
-    return sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1)
-
-
 def numbers(batches) -> list[int]:
     """The samples in some batches, by their first tokens."""
     return [int(n) for batch in batches for n in batch["tokens"][batch["example_mask"], 0]]
@@ -96,9 +67,6 @@ class TestSchedule:
 
     def test_it_resumes_after_every_batch(self, scheduled):
         assert_resumes_everywhere(scheduled.repeat(2).to_iter_dataset(READ))
-
-    def test_grains_own_check_passes(self, scheduled):
-        grain.experimental.assert_equal_output_after_checkpoint(scheduled.to_iter_dataset(READ))
 
     def test_epochs_repeat_with_another_order(self, scheduled):
         count = len(scheduled)
@@ -171,8 +139,10 @@ class TestSchedule:
         options = grain.MultiprocessingOptions(num_workers=2)
         flags.FLAGS.mark_as_parsed()
         dataset = scheduled.to_iter_dataset(READ).mp_prefetch(options, sequential_slice=True)
+        iterator = iter(dataset)
         with pytest.raises(Exception, match=r"mp_prefetch\(sequential_slice=True\) gives each worker a part"):
-            list(dataset)
+            next(iterator)
+        end(iterator)
 
     def test_filtered_samples_are_counted_and_not_asked_for(self, source, token_plan):
         kept = source.filter(lambda each: each["tokens"][0] % 3 == 0)
@@ -239,7 +209,7 @@ class TestSchedule:
         workers = scheduled.repeat(2).to_iter_dataset(READ).mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
         iterator = iter(workers)
         assert_equal(list(iterator), expected)
-        iterator.close()
+        end(iterator)
 
     def test_it_names_itself(self, scheduled):
         assert str(scheduled) == repr(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
@@ -319,16 +289,6 @@ class TestStream:
         report = restored.report()
         assert report.seen == 100
         assert (report.truncated, report.overlong_dropped) == ((count, 0) if overlong == "truncate" else (0, count))
-
-    def test_grains_own_check_passes(self, source, token_plan):
-        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
-        grain.experimental.assert_equal_output_after_checkpoint(dataset)
-
-    def test_it_resumes_under_repeat_and_map(self, source, token_plan):
-        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
-        repeated = grain.experimental.RepeatIterDataset(dataset, num_epochs=2).map(lambda batch: batch["tokens"])
-        assert len(list(repeated)) == 2 * len(list(dataset))
-        assert_resumes_everywhere(repeated)
 
     def test_no_sample_waits_longer_than_max_wait(self, token_plan):
         tokens = [
@@ -577,12 +537,13 @@ class TestStream:
         stage = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
         before = iter(stage.mp_prefetch(options))
         assert sorted(numbers(before)) == list(range(100))
-        before.close()
+        end(before)
         with pytest.raises(sb.ScheduleError, match="under mp_prefetch the workers read, and count on their own"):
             stage.report()
-        after = sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan)
+        after = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan))
         expected = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
         assert_equal(list(after), expected)
+        end(after)
 
     def test_it_names_itself(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
@@ -763,16 +724,6 @@ class TestStreamAmongGrainsStages:
     def stream(self, source, token_plan):
         return sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
 
-    def test_it_resumes_under_mix(self, tokens, stream, token_plan):
-        other = [{"tokens": each["tokens"] + 1000} for each in tokens[::-1]]
-        other = sb.BucketedIterDataset(grain.MapDataset.source(other).to_iter_dataset(READ), token_plan)
-        assert_resumes_everywhere(grain.IterDataset.mix([stream, other], weights=[0.7, 0.3]))
-
-    def test_it_resumes_under_a_prefetching_thread(self, stream):
-        threaded = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=3)
-        assert_equal(list(threaded), list(stream))
-        assert_resumes_everywhere(threaded)
-
     def test_it_resumes_over_a_prefetching_thread_a_filter_and_a_map(self, source, token_plan):
         parent = source.to_iter_dataset(READ).filter(lambda each: each["tokens"][0] % 5 > 0).map(lambda each: each)
         parent = grain.experimental.ThreadPrefetchIterDataset(parent, prefetch_buffer_size=3)
@@ -800,13 +751,13 @@ class TestStreamAmongGrainsStages:
         for batch in iterator:
             batches.append(batch)
             states.append(json.dumps(iterator.get_state()))
-        iterator.close()
+        end(iterator)
         assert sorted(numbers(batches)) == list(range(60))
         for number in range(0, len(states), 3):
             fresh = iter(dataset)
             fresh.set_state(json.loads(states[number]))
             assert_equal(list(fresh), batches[number:])
-            fresh.close()
+            end(fresh)
 
     def test_closing_it_closes_its_parents(self, stream):
         iterator = iter(stream)
@@ -832,18 +783,6 @@ class TestStreamAmongGrainsStages:
         next(iterator)
         assert iterator._stats._is_output
         assert not iterator._source._stats._is_output
-
-    def test_it_stands_in_grains_execution_summary(self, stream):
-        mode = grain.experimental.ExecutionTrackingMode.STAGE_TIMING
-        options = grain.experimental.DatasetOptions(execution_tracking_mode=mode)
-        iterator = iter(grain.experimental.WithOptionsIterDataset(stream, options))
-        count = len(list(iterator))
-        iterator._stats.report()  # what a thread of Grain's does every five seconds
-        nodes = iterator._stats._get_execution_summary().nodes
-        (mine,) = [node for node in nodes.values() if node.name.startswith("BucketedDatasetIterator")]
-        assert mine.num_produced_elements == count
-        assert mine.total_processing_time_ns > 0
-        assert "example_mask" in mine.output_spec
 
     def test_batches_are_made_where_grain_has_no_statistics(self, stream):
         class Bare:
