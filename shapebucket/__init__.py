@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset
-    from shapebucket.loading.lockstep import LockstepIterDataset
+    from shapebucket.loading.lockstep import LockstepIterDataset, LockstepReport
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
@@ -70,7 +70,7 @@ _MODULES = {
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset"),
-    "loading.lockstep": ("LockstepIterDataset",),
+    "loading.lockstep": ("LockstepIterDataset", "LockstepReport"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
@@ -111,6 +111,7 @@ __all__ = [
     "LengthsError",
     "LoaderReport",
     "LockstepIterDataset",
+    "LockstepReport",
     "MissingExtraError",
     "OneOf",
     "OverlongError",
