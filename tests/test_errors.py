@@ -15,6 +15,8 @@ EVERY = [
     errors.StateError("problem"),
     errors.StepError("problem"),
     errors.SignatureError("problem", ["tokens: this received, that expected"]),
+    errors.DriftError("problem", ["state: this taken, that returned"]),
+    errors.BudgetError("problem"),
     errors.MissingExtraError("matplotlib", "plots"),
 ]
 
