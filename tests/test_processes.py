@@ -119,7 +119,8 @@ def means_of(step, batches):
     assert compiles.count == 0, compiles
     return means
 
-declared = means_of(sb.CompiledStep(mean_of, plan, batch_sharding=data), batches)
+step = sb.CompiledStep(mean_of, plan, batch_sharding=data)
+declared = means_of(step, batches)
 prepare = functools.partial(sb.make_global, sharding=data)
 prepared = means_of(sb.CompiledStep(mean_of, plan.per_process(count), prepare=prepare), local)
 assert declared == prepared
@@ -128,6 +129,7 @@ print(json.dumps({
     "means": declared,
     "buckets": [batch["tokens"].shape for batch in local],
     "numbers": [numbers(batch) for batch in local],
+    "forgotten": refused(lambda: step(zero, local[0])),
     "refusals": [
         refused(lambda: sb.BucketedMapDataset(source, plan, lengths)),
         refused(lambda: sb.BucketedIterDataset(source.to_iter_dataset(READ), plan)),
@@ -152,6 +154,9 @@ def test_jax_processes_have_the_same_bucket_at_each_step_and_compute_what_one_do
     assert len(whole) < 200
     expected = [whole[i] for i in range(200)]
     for each in found:
+        rows, size = each["buckets"][0]
+        hint = f"It has the rows of one of {count} processes of [{rows * count} × s={size}]: make_global() puts"
+        assert hint in each["forgotten"]
         assert [(rows * count, size) for rows, size in each["buckets"]] == [x["tokens"].shape for x in expected]
         assert each["means"] == [float(np.float32(x["tokens"].sum()) / np.float32(x["s_mask"].sum())) for x in expected]
     for step, batch in enumerate(expected):
