@@ -216,8 +216,9 @@ class Memory:
             numbers = [each.steps for each in curve.points]
             for row, (field, label) in enumerate((("rss_mb", "resident MiB"), ("maps", "memory maps"))):
                 panel = panels[row, column]
-                panel.plot(numbers, [getattr(each, field) for each in curve.points], color="#253237")
-                panel.set_ylim(0)
+                values = [getattr(each, field) for each in curve.points]
+                panel.plot(numbers, values, color="#253237")
+                panel.set_ylim(0, 1.15 * max(values))
                 panel.set_ylabel(label)
             panels[0, column].set_title(f"{name}\n{curve.compiles} compiles after step 0", fontsize=9)
             panels[1, column].set_xlabel("steps")
