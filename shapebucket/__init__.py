@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         OverlongError,
         PlanError,
         ProcessError,
+        RecompileError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.step import BATCH, CompiledStep, CompileReport
-    from shapebucket.watch import CompileCounter
+    from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
@@ -54,6 +55,7 @@ _MODULES = {
         "OverlongError",
         "PlanError",
         "ProcessError",
+        "RecompileError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
@@ -80,7 +82,7 @@ _MODULES = {
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
     "step": ("BATCH", "CompileReport", "CompiledStep"),
-    "watch": ("CompileCounter",),
+    "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -109,6 +111,7 @@ __all__ = [
     "PlanReport",
     "PolynomialCost",
     "ProcessError",
+    "RecompileError",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -118,6 +121,7 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "forbid_compile",
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
@@ -128,6 +132,7 @@ __all__ = [
     "plan_by_rule",
     "to_tf_boundaries",
     "unpad",
+    "watch_compiles",
 ]
 
 

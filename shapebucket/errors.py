@@ -118,6 +118,20 @@ class SignatureError(ShapebucketError, TypeError):
         super().__init__(message)
 
 
+class RecompileError(ShapebucketError, RuntimeError):
+    """Something would compile where `forbid_compile` allows none. It did not run, and donated nothing.
+
+    Attributes:
+        function: the name of the function.
+        differences: a line for each thing that is new about the call.
+    """
+
+    def __init__(self, message: str, function: str, differences: list[str]) -> None:
+        self.function = function
+        self.differences = differences
+        super().__init__(message)
+
+
 class MissingExtraError(ShapebucketError, ImportError):
     """A part of shapebucket needs a package that is not installed."""
 
