@@ -52,7 +52,7 @@ class _Terminated(BaseException):
     """SIGTERM came, and the script has no handler of its own."""
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
+def _terminated(_: int, __: FrameType | None) -> None:
     raise _Terminated
 
 

@@ -1,16 +1,16 @@
 """The private things of JAX that the watch reads: two stack frames, and two loggers.
 
 JAX's public events say which function compiles, and when, in the thread that compiles; they do not say for which arguments.
-These stand in the frame of `cache_miss` of `jax._src.pjit`, a few frames up, with the function and what is static of it. A frame
-is read only while something compiles, so a warm call costs nothing, and a function may have been jitted long before.
+These stand in the frame of `cache_miss` of `jax._src.pjit`, a few frames up, with the function and what is static of it. It is
+read only while something compiles, so a warm call costs nothing, and a function may have been jitted long before.
 `jax_explain_cache_misses` is public; the loggers that it writes to are not. Where JAX has moved them, events lose their
 signatures, refusals their reasons, nothing else; tests/test_watch.py fails then.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Call:
     """A call that made JAX compile.
 
     Attributes:
-        fun: the function that was jitted; None where JAX runs a part of one on its own, as in the gradient of a jitted function.
+        fun: the function that was jitted; None where JAX runs a part of one on its own, as in the gradient of one.
         args: the positional arguments, static ones included.
         kwargs: the keyword arguments, likewise.
         static_argnums: which of `args` are static.
@@ -42,8 +42,8 @@ class Call:
 
 
 def call_in_progress() -> Call | jax.stages.Lowered | None:
-    """Returns what compiles in this thread right now: a call, or a lowered function ahead of time; None if it cannot be told."""
-    frame: FrameType | None = sys._getframe(1)
+    """Returns what compiles in this thread right now: a call, or a lowered function ahead of time; None if unknown."""
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if found := _read(frame):
             return found

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from shapebucket.watch.functions import function_of
@@ -95,7 +96,7 @@ def _size(place: _Place, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             value = value[key.idx]
         else:
             value = getattr(value, key.name)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError("part of another program, which is what is called")
     return value.shape[place.axis]
 
@@ -109,12 +110,23 @@ class CountedFunction:
         functools.update_wrapper(self, jitted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, and counts."""
         out = self._shapebucket_jitted(*args, **kwargs)
         self._shapebucket_count(args, kwargs)  # after it, when a compile has told what varies; shapes outlive donation
         return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
+
+    @property
+    def lower(self) -> Any:
+        """That of the jitted function; here, since `jax.stages.Wrapped` looks for it in the class."""
+        return self._shapebucket_jitted.lower
+
+    @property
+    def trace(self) -> Any:
+        """Likewise."""
+        return self._shapebucket_jitted.trace
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_shapebucket"):  # not there yet, while it is copied or unpickled
@@ -139,7 +151,11 @@ def counted_jits(counts: MutableMapping[Any, CallCounts]) -> Generator[None]:
         made = plain(*args, **kwargs)
         fun = args[0] if args else kwargs.get("fun")
         if fun is None or not callable(fun):  # jax.jit(static_argnums=…), a decorator that is still to be applied
-            return lambda fun: count(made(fun), fun)
+
+            def decorate(fun: Callable[..., Any]) -> CountedFunction:
+                return count(made(fun), fun)
+
+            return decorate
         return count(made, fun)
 
     jax.jit = jit

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from shapebucket.tables import render
 from shapebucket.watch.calls import CallCounts
 from shapebucket.watch.recording import CompileEvent
 from shapebucket.watch.seen import SeenShapes, sizes_at
-from shapebucket.watch.signature import Change, Kind
+from shapebucket.watch.signature import Kind
 
 _LISTED = 4  # values that are listed; more are summed up
 _EAGER_REMEDY = "do it in NumPy before the call, or inside a jitted function"
@@ -329,7 +328,7 @@ def _cause(
         text, values, special = _shape_text(events, path, axis)
         remedy = special or remedy
     else:
-        text = _TEXTS[kind](path, values, [events[number] for number in numbers], found)
+        text = _text(kind, path, values, [events[number] for number in numbers])
     if kind == "dtype" and any(value.startswith("key<") for value in values):
         remedy = "use one PRNG implementation for all keys"
     others = len({place for place, _ in places}) - 1
@@ -377,18 +376,15 @@ def _then(path: str, values: Sequence[str]) -> str:
     return f"{path} was {', then '.join(values[:_LISTED])}" + (", …" if len(values) > _LISTED else "")
 
 
-_Text = Callable[[str, tuple[str, ...], Sequence[CompileEvent], Sequence[Change]], str]
-
-
-def _static_text(path: str, values: tuple[str, ...], events: Sequence[CompileEvent], changes: Sequence[Change]) -> str:
+def _static_text(path: str, values: Sequence[str], events: Sequence[CompileEvent]) -> str:
     statics = [value for event in events if event.signature for name, value in event.signature.statics if name == path]
-    if any(value.identity is not None for value in statics):
+    if all(value.identity is not None for value in statics):
         return f"static argument {path} was a new object each time, and equals only itself ({_listed(values)})"
     return f"static argument {path} took {len(values)} values ({_listed(values)})"
 
 
-def _function_text(_: str, values: tuple[str, ...], events: Sequence[CompileEvent], changes: Sequence[Change]) -> str:
-    how = Counter(change.after for change in changes).most_common(1)[0][0]
+def _function_text(events: Sequence[CompileEvent]) -> str:
+    how = next(change.after for change in events[-1].changes if change.kind == "function")
     text = f"it was a new {how} each time"
     held: dict[str, list[str]] = {}
     for change in [change for event in events for change in event.changes if change.kind == "closure"]:
@@ -398,15 +394,22 @@ def _function_text(_: str, values: tuple[str, ...], events: Sequence[CompileEven
     return text
 
 
-_TEXTS: dict[Kind, _Text] = {
-    "rank": lambda path, values, *_: _then(f"the shape of {path}", values),
-    "dtype": lambda path, values, *_: _then(path, values),
-    "weak_type": lambda path, values, *_: f"{_then(path, values)}: it was made of a Python number",
-    "scalar": lambda path, values, *_: _then(path, values),
-    "tree": lambda path, values, *_: f"the structure changed: {_then(path or 'it', values)}",
-    "sharding": lambda path, values, *_: f"{path} lay elsewhere: {', then '.join(values[:_LISTED])}",
-    "static": _static_text,
-    "setting": lambda path, values, *_: _then(path, values),
-    "function": _function_text,
-    "unknown": lambda *_: "of something that cannot be seen: function and arguments were compiled before",
-}
+def _text(kind: Kind, path: str, values: Sequence[str], events: Sequence[CompileEvent]) -> str:
+    """Says what changed over some compiles, but for sizes."""
+    match kind:
+        case "static":
+            return _static_text(path, values, events)
+        case "function":
+            return _function_text(events)
+        case "unknown":
+            return "of something that cannot be seen: function and arguments were compiled before"
+        case "rank":
+            return _then(f"the shape of {path}", values)
+        case "weak_type":
+            return f"{_then(path, values)}: it was made of a Python number"
+        case "tree":
+            return f"the structure changed: {_then(path or 'it', values)}"
+        case "sharding":
+            return f"{path} lay elsewhere: {', then '.join(values[:_LISTED])}"
+        case _:
+            return _then(path, values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 import sysconfig
 import threading
 import weakref
@@ -97,7 +96,7 @@ def function_of(fun: Callable[..., Any] | None, name: str, caller: str, ahead: b
 
 def caller_line() -> str:
     """Returns the innermost line that is not of an installed package, or else not of JAX: "train.py:31 in main"."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename

@@ -184,7 +184,7 @@ class CompileWatch:
 
         return Diagnosis.of(self.events, self.calls)
 
-    def _on_start(self, event: str, value: float, **kwargs: Any) -> None:
+    def _on_start(self, event: str, value: float, **kwargs: Any) -> None:  # noqa: ARG002
         """JAX begins to trace, lower or compile, in this thread."""
         here = self._thread
         if event == _TRACE_EVENT:
@@ -199,7 +199,7 @@ class CompileWatch:
             if self._on_compile is not None:
                 self._on_compile(here.open)
 
-    def _on_end(self, event: str, seconds: float, **kwargs: Any) -> None:
+    def _on_end(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         """JAX has traced, lowered or compiled."""
         here = self._thread
         if event == _TRACE_EVENT and here.depth:
@@ -207,7 +207,7 @@ class CompileWatch:
         if event in (_TRACE_EVENT, _LOWER_EVENT) and not here.depth:
             with self._lock:
                 spent = self._pending.setdefault(_plain(str(kwargs.get("fun_name", "unknown"))), [0.0, 0.0])
-                spent[event == _LOWER_EVENT] += seconds
+                spent[event == _LOWER_EVENT] += duration_secs
         elif event == COMPILE_EVENT and here.open is not None:
             begun, here.open = here.open, None
             now, before, here.memory = resident_bytes(), here.memory, None
@@ -217,7 +217,7 @@ class CompileWatch:
                     begun,
                     trace_seconds=trace,
                     lower_seconds=lower,
-                    compile_seconds=seconds,
+                    compile_seconds=duration_secs,
                     cached=here.cached,
                     memory=None if now is None or before is None else now - before,
                 )
@@ -226,7 +226,7 @@ class CompileWatch:
                 if self._counts is not None and (counts := self._counts.get(done.function.key)) is not None:
                     counts.compiled(done.signature, done.changes)
 
-    def _on_event(self, event: str, **kwargs: Any) -> None:
+    def _on_event(self, event: str, **_: Any) -> None:
         if event == _CACHE_HIT_EVENT:
             self._thread.cached = True
 
@@ -305,12 +305,7 @@ def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: M
 def _new_object(last: CompileEvent, making: Making) -> tuple[Change, ...]:
     """Returns that a function is a new object, and what it holds that the last one did not."""
     held = dict(last.making.held) if last.making is not None else {}
-    found = [Change("function", "", None, "", making.how)]
-    return (
-        *found,
-        *(
-            Change("closure", name, None, held[name], text)
-            for name, text in making.held
-            if held.get(name, text) != text
-        ),
-    )
+    closures = [
+        Change("closure", name, None, held[name], text) for name, text in making.held if held.get(name, text) != text
+    ]
+    return (Change("function", "", None, "", making.how), *closures)

@@ -104,7 +104,8 @@ def _collected(
     columns: Sequence[Column], table: Mapping[tuple[int, ...], int], counted: bool, leaves: Mapping[str, Leaf]
 ) -> SeenShapes | None:
     """Joins columns that always agree into axes, and leaves the batch's rows out."""
-    shapes = np.array(list(table), np.int64)
+    order = sorted(range(len(columns)), key=lambda k: leaves[columns[k][0]].dtype == "bool")  # masks give no names
+    columns, shapes = [columns[k] for k in order], np.array(list(table), np.int64)[:, order]
     batched = any(axis > 0 for _, axis in columns)  # then the first axis is the batch's
     kept = [k for k, (_, axis) in enumerate(columns) if axis > 0 or not batched]
     first = [k for k, (_, axis) in enumerate(columns) if axis == 0 and batched]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from shapebucket.watch._jax_private import Call
 
@@ -167,7 +168,7 @@ def signature_of(call: Call | jax.stages.Lowered, share: Callable[[Any], Any] = 
         labels += [(name, name) for name in sorted(kwargs)]
         values, statics = [*args, *(kwargs[name] for name in sorted(kwargs))], ()
     found, tree = jax.tree_util.tree_flatten_with_path(values)
-    paths = tuple(_path(*labels[keys[0].idx], keys[1:]) for keys, _ in found)
+    paths = tuple(_path(labels[cast(Any, keys[0]).idx], tuple(keys[1:])) for keys, _ in found)
     leaves = tuple(share(_leaf(value)) for _, value in found)
     # how an argument is passed, by position or keyword, is part of the tree
     return Signature(
@@ -236,7 +237,7 @@ def _arguments(call: Call) -> tuple[list[tuple[str, int | str]], list[Any], tupl
     statics: list[tuple[str, Static]] = []
     for place, value in [*enumerate(call.args), *sorted(call.kwargs.items())]:
         label = names[place] if isinstance(place, int) else place
-        numbers = [each % max(1, len(call.args)) for each in call.static_argnums]
+        numbers = [each if each >= 0 else each + len(call.args) for each in call.static_argnums]
         if place in numbers or label in call.static_argnames:
             statics.append((label, _static(value)))
         else:
@@ -260,8 +261,9 @@ def _names(call: Call) -> list[str]:
     return names + [f"argument {number}" for number in range(len(names), len(call.args))]
 
 
-def _path(label: str, argument: int | str, keys: tuple[Any, ...]) -> Path:
-    return Path(label + jax.tree_util.keystr(keys), argument, keys)
+def _path(label: tuple[str, int | str], keys: tuple[Any, ...]) -> Path:
+    text, argument = label
+    return Path(text + jax.tree_util.keystr(keys), argument, keys)
 
 
 def _leaf(value: Any) -> Leaf:
@@ -274,12 +276,12 @@ def _leaf(value: Any) -> Leaf:
         kind = jax.typeof(value)
     except (TypeError, OverflowError):
         kind = value  # what jax.stages tells of an argument has a shape and a dtype, like an array
-    committed = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.committed
+    array: Any = value if isinstance(value, jax.Array) and not isinstance(value, Tracer) else None
     return Leaf(
         tuple(getattr(kind, "shape", ())),
         str(getattr(kind, "dtype", type(value).__name__)),
         bool(getattr(kind, "weak_type", False)),
-        value.sharding if committed else None,
+        array.sharding if array is not None and array.committed else None,
         source,
     )
 
@@ -293,7 +295,7 @@ def _static(value: Any) -> Static:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh: Any = jax.sharding.get_abstract_mesh()
     axes = (
         ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) if mesh is not None and mesh.shape else "none"
     )
@@ -352,18 +354,30 @@ def _tree_changes(
         words = [f"by keyword: {', '.join(each)}" if each else "all by position" for each in names]
         yield Change("tree", "the arguments", None, *words)
         return
-    yield Change("tree", *(_containers(old_tree, new_tree) or ("", None, "one structure", "another structure")))
+    argument, words = _containers(old_tree, new_tree)
+    labels = (
+        [_label(path) for path in new.paths if path.argument == new_places[argument]] if argument is not None else []
+    )
+    yield Change("tree", labels[0] if labels else "", None, *words)
 
 
-def _containers(old: Any, new: Any, path: str = "") -> tuple[str, None, str, str] | None:
-    """Returns the first place at which two trees differ."""
-    one, other = old.node_data(), new.node_data()
-    if one != other and one is not None and other is not None:
-        return path, None, *_shown_nodes(one, other)
-    for number, (a, b) in enumerate(zip(old.children(), new.children(), strict=False)):
-        if a != b:
-            return _containers(a, b, f"{path}/{number}" if path else f"argument {number}")
-    return None
+def _label(path: Path) -> str:
+    """Returns the name of the argument that a leaf is of."""
+    return path.text.removesuffix(jax.tree_util.keystr(path.keys))
+
+
+def _containers(old: Any, new: Any) -> tuple[int | None, tuple[str, str]]:
+    """Returns the argument in which two trees of the same leaves differ, and the containers that do."""
+    argument: int | None = None
+    while True:
+        pairs = [(k, a, b) for k, (a, b) in enumerate(zip(old.children(), new.children(), strict=False)) if a != b]
+        one, other = old.node_data(), new.node_data()
+        if one is not None and other is not None and one != other:
+            return argument, _shown_nodes(one, other)
+        if not pairs:
+            return argument, ("one structure", "another")
+        number, old, new = pairs[0]
+        argument = number if argument is None else argument
 
 
 def _shown_nodes(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[str, str]:
