@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, MutableMapping, Sequence
@@ -15,16 +16,17 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from shapebucket.watch.functions import function_of
-from shapebucket.watch.signature import Change, Path, Signature
+from shapebucket.watch.signature import Change, Signature
 
 Column = tuple[str, int]
 """A leaf's path as text, and the number of an axis."""
 
 
 class _Place(NamedTuple):
-    """Where a call has the size of a column."""
+    """Where a call has the size of a column: an argument, the way from it to the leaf, an axis."""
 
-    path: Path
+    argument: int | str
+    way: tuple[Callable[[Any], Any], ...]
     axis: int
 
 
@@ -39,6 +41,7 @@ class CallCounts:
         self.calls = 0
         self._lock = threading.Lock()
         self._places: dict[Column, _Place] = {}
+        self._order: tuple[_Place, ...] = ()
         self._first: Signature | None = None
         self._sizes: Counter[tuple[int, ...]] = Counter()
 
@@ -49,15 +52,22 @@ class CallCounts:
             return tuple(self._places), Counter(self._sizes)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Counts one call; a few hundred nanoseconds."""
+        """Counts one call, unless it is a part of another program or has another tree; one or two microseconds."""
+        sizes: list[int] = []
         try:
-            sizes = tuple([_size(place, args, kwargs) for place in self._places.values()])
-        except (LookupError, AttributeError, TypeError):  # another tree
+            for argument, way, axis in self._order:
+                value: Any = args[argument] if type(argument) is int else kwargs[argument]  # pyright: ignore[reportArgumentType]
+                for step in way:
+                    value = step(value)
+                if isinstance(value, Tracer):
+                    return
+                sizes.append(value.shape[axis])
+        except (LookupError, AttributeError, TypeError):
             return
         with self._lock:
             self.calls += 1
-            if len(sizes) == len(self._places):
-                self._sizes[sizes] += 1
+            if len(sizes) == len(self._order):
+                self._sizes[tuple(sizes)] += 1
 
     def compiled(self, signature: Signature | None, changes: Sequence[Change]) -> None:
         """Learns from a compile which sizes vary; the calls before it had the size of the first."""
@@ -78,7 +88,8 @@ class CallCounts:
         assert self._first is not None
         for path, leaf in zip(self._first.paths, self._first.leaves, strict=True):
             if path.text == text and axis < len(leaf.shape) and all(map(_can_follow, path.keys)):
-                self._places[text, axis] = _Place(path, axis)
+                self._places[text, axis] = _Place(path.argument, tuple(map(_step, path.keys)), axis)
+                self._order = tuple(self._places.values())
                 self._sizes = Counter({(*sizes, leaf.shape[axis]): count for sizes, count in self._sizes.items()})
 
 
@@ -86,19 +97,11 @@ def _can_follow(key: Any) -> bool:
     return isinstance(key, DictKey | SequenceKey | GetAttrKey)
 
 
-def _size(place: _Place, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    argument = place.path.argument
-    value: Any = args[argument] if isinstance(argument, int) else kwargs[argument]
-    for key in place.path.keys:
-        if isinstance(key, DictKey):
-            value = value[key.key]
-        elif isinstance(key, SequenceKey):
-            value = value[key.idx]
-        else:
-            value = getattr(value, key.name)
-    if isinstance(value, Tracer):
-        raise TypeError("part of another program, which is what is called")
-    return value.shape[place.axis]
+def _step(key: Any) -> Callable[[Any], Any]:
+    """Returns what follows one key of a path."""
+    if isinstance(key, GetAttrKey):
+        return operator.attrgetter(key.name)
+    return operator.itemgetter(key.key if isinstance(key, DictKey) else key.idx)
 
 
 class CountedFunction:

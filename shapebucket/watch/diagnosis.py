@@ -17,6 +17,7 @@ from shapebucket.watch.recording import CompileEvent
 from shapebucket.watch.seen import SeenShapes, sizes_at
 from shapebucket.watch.signature import Kind
 
+_REPEATED = 3  # compiles for one reason, from which on eager operations are worth a line
 _LISTED = 4  # values that are listed; more are summed up
 _EAGER_REMEDY = "do it in NumPy before the call, or inside a jitted function"
 _REMEDIES: dict[Kind, str] = {
@@ -25,7 +26,7 @@ _REMEDIES: dict[Kind, str] = {
     "dtype": "cast it before the call, or what the function returns",
     "weak_type": "make it with a dtype of its own, as in jnp.asarray(0, jnp.int32); what the function returns likewise",
     "scalar": "pass an array of one dtype, as in jnp.float32(x)",
-    "tree": "keep one structure from the first call on, with placeholders for what comes later",
+    "tree": "keep one structure from the first call on: placeholders for what comes later, plain dicts for any order",
     "sharding": "put it with one jax.device_put on one sharding before the first call",
     "static": "pass it as an array, without static_argnums or static_argnames, or keep to few values",
     "setting": "set it once, before the first call",
@@ -98,6 +99,11 @@ class FunctionReport:
             main = self.causes[0]
             parts += [f"{main.compiles:,} because {main.text}", self.advice or main.remedy]
         return "; ".join(parts)
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether these are eager operations that compiled for hardly any reason twice."""
+        return self.kind == "eager" and all(cause.compiles < _REPEATED for cause in self.causes)
 
     @cached_property
     def plan(self) -> BucketPlan | None:
@@ -224,8 +230,8 @@ class Diagnosis:
     def __str__(self) -> str:
         if not self.events:
             return "nothing compiled"
-        shown = [each for each in self.functions if each.kind != "eager" or each.causes]
-        rest = [each for each in self.functions if each.kind == "eager" and not each.causes]
+        shown = [each for each in self.functions if not each.is_minor]
+        rest = [each for each in self.functions if each.is_minor]
         lines = [self._table(shown)] if shown else [self._title]
         for report in shown:
             if report.causes:
@@ -233,10 +239,7 @@ class Diagnosis:
         if rest:
             compiles = sum(each.compiles for each in rest)
             seconds = sum(each.seconds for each in rest)
-            lines += [
-                "",
-                f"eager operations that compiled once, by lines: {len(rest)} ({compiles} programs, {seconds:.1f} s)",
-            ]
+            lines += ["", f"eager operations that hardly repeat: {compiles:,} compiled in {seconds:.1f} s"]
         return "\n".join(lines)
 
     @property
@@ -411,5 +414,7 @@ def _text(kind: Kind, path: str, values: Sequence[str], events: Sequence[Compile
             return f"the structure changed: {_then(path or 'it', values)}"
         case "sharding":
             return f"{path} lay elsewhere: {', then '.join(values[:_LISTED])}"
+        case "dtype" if values[0] in ("bfloat16", "float16") and values[-1] == "float32":
+            return f"{_then(path, values)}: something in float32 promoted it"
         case _:
             return _then(path, values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, get_args
@@ -16,6 +16,7 @@ from shapebucket.watch._jax_private import explained_misses
 from shapebucket.watch.recording import CompileEvent, CompileWatch
 
 Action = Literal["error", "warn", "count"]
+_KEPT = 64  # explanations of traces that compile nothing, until the next compile
 _DIFFERENCE = re.compile(r"\* at (.+), now (.+) and before (.+)")
 
 
@@ -90,13 +91,13 @@ class forbid_compile:  # noqa: N801  (used like a function)
             raise self._elsewhere[0]
 
     def _explain(self, message: str) -> None:
-        self._explained.message = message
+        self._explained.__dict__.setdefault("messages", deque(maxlen=_KEPT)).append(message)
 
     def _refuse(self, event: CompileEvent) -> None:
-        message, self._explained.message = getattr(self._explained, "message", ""), ""
+        messages = self._explained.__dict__.pop("messages", ())
         if event.function.name in self._allow:
             return
-        error = _error(event, message)
+        error = _error(event, messages)
         self.refused.append(error)
         if self._action == "error":
             if threading.get_ident() != self._owner:
@@ -107,22 +108,36 @@ class forbid_compile:  # noqa: N801  (used like a function)
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
-def _error(event: CompileEvent, explained: str) -> RecompileError:
-    """Says what would compile, and why."""
+def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
+    """Says what would compile, and why: against what the watch knows, or else by JAX's explanation of the trace before it."""
     name = event.function.name
     lines = [str(change) for change in event.changes if change.kind not in ("unknown", "function")]
     if any(change.kind == "function" for change in event.changes):
-        lines.insert(0, f"{name} is a new {event.changes[0].after}: jit it once, outside of the loop")
-    if not lines and f" {name} " in explained:
-        lines = [f"{path}: {before} → {now}" for path, now, before in _DIFFERENCE.findall(explained)]
-        lines = lines or [" ".join(line.split()) for line in explained.splitlines()[1:]]
-    if not lines:
-        lines = [f"called with {event.signature}" if event.signature is not None else "the arguments are not known"]
-    listed = "\n".join(f"  {line}" for line in dict.fromkeys(lines))
+        lines.insert(0, f"it is a new {event.changes[0].after}: jit it once, outside of the loop")
+    lines = lines or _jax_says(name, explained) or [_unexplained(event)]
+    listed = "\n".join(f"  {line}" for line in lines)
     return RecompileError(
         f"{name} compiles anew at {event.caller}, where forbid_compile() allows none:\n{listed}\n"
         "Pad or cast to what was compiled before, compile this before the context, or name the function in "
         f"allow=[{name!r}].",
         name,
-        list(dict.fromkeys(lines)),
+        lines,
     )
+
+
+def _jax_says(name: str, explained: Iterable[str]) -> list[str]:
+    """Returns the differences in JAX's explanation of why it traced a function anew; none if it did not."""
+    message = next((each for each in reversed(list(explained)) if f" {name} " in each), "")
+    if "never seen function" in message:
+        return ["JAX has not seen this function before: if it is made anew in a loop, jit it once, outside"]
+    found = [f"{path}: {before} → {now}" for path, now, before in _DIFFERENCE.findall(message)]
+    return list(dict.fromkeys(found)) or [" ".join(line.split()) for line in message.splitlines()[2:]]
+
+
+def _unexplained(event: CompileEvent) -> str:
+    """Describes a call of which nothing is known to compare it with."""
+    if event.signature is None:
+        return "what it is called with cannot be told"
+    if event.function.kind == "call":
+        return f"of types that were traced before, so where an argument lies may be new: {event.signature}"
+    return f"called with {event.signature}"

@@ -262,7 +262,7 @@ def watch_compiles(*, count_calls: bool = False) -> CompileWatch:
     Args:
         count_calls: whether to count the calls of functions that are jitted while it is open, by the sizes that vary, so that
             a plan weighs shapes by their calls. `jax.jit` is replaced meanwhile by one that returns counting functions; a call
-            of theirs takes about a microsecond more.
+            of theirs takes a few microseconds more.
 
     Returns:
         The watch, to be opened with `with`.

@@ -130,7 +130,10 @@ class Signature:
     settings: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        parts = [f"{path.text}: {leaf}" for path, leaf in zip(self.paths, self.leaves, strict=True)]
+        parts = [
+            f"{path.text}: {leaf}" + (f" ({shown_sharding(leaf.sharding)})" if leaf.sharding is not None else "")
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+        ]
         return ", ".join(parts + [f"{name}={value.text} (static)" for name, value in self.statics])
 
     def to_json(self) -> dict[str, Any]:
