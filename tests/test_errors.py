@@ -15,6 +15,7 @@ EVERY = [
     errors.StateError("problem"),
     errors.StepError("problem"),
     errors.SignatureError("problem", ["tokens: this received, that expected"]),
+    errors.RecompileError("problem", "train_step", ["batch axis 1: 32 → 40"]),
     errors.MissingExtraError("matplotlib", "plots"),
 ]
 

@@ -8,7 +8,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -18,21 +18,27 @@ from shapebucket.watch.recording import CompileWatch, watch_compiles
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command. The script's own exit, error or interruption goes on its way, after the diagnosis."""
     options = _parser().parse_args(arguments)
-    script: list[str] = options.script
-    if not script or (script[0] == "-m" and len(script) < 2):
+    module, script = options.module is not None, options.module or options.script
+    if not script:
         _parser().error("a script, or -m and a module, is needed")
+    if not module and not Path(script[0]).exists():
+        _parser().error(f"cannot read the script {script[0]!r}: there is none")
     watch = watch_compiles(count_calls=True)
     previous = signal.signal(signal.SIGTERM, _terminated)
     try:
         with watch:
-            _running(script)()
+            _run(script, module)
     except _Terminated:
         _tell(watch, options.json)
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for the process sees what ended it
-    except BaseException as error:
+    except Exception as error:
         _tell(watch, options.json)
-        raise error.with_traceback(_of_the_script(error.__traceback__)) from error.__cause__
+        sys.excepthook(type(error), error, _of_the_script(error.__traceback__))  # what Python itself would do
+        sys.exit(1)
+    except BaseException:
+        _tell(watch, options.json)
+        raise
     else:
         _tell(watch, options.json)
 
@@ -44,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script, and say at the end what JAX compiled, why, and what to do about it.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the diagnosis there as well")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -56,15 +63,15 @@ def _terminated(_: int, __: FrameType | None) -> None:
     raise _Terminated
 
 
-def _running(script: Sequence[str]) -> Callable[[], object]:
-    """Sets `sys.argv` and `sys.path` as Python itself would, and returns what runs the script."""
-    if script[0] == "-m":
-        sys.argv = list(script[1:])
-        sys.path[0] = str(Path.cwd())
-        return lambda: runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+def _run(script: Sequence[str], module: bool) -> None:
+    """Runs a script or a module, with `sys.argv` and `sys.path` as Python itself would set them."""
     sys.argv = list(script)
-    sys.path[0] = str(Path(script[0]).resolve().parent)
-    return lambda: runpy.run_path(script[0], run_name="__main__")
+    if module:
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script[0]).resolve().parent)
+        runpy.run_path(script[0], run_name="__main__")
 
 
 def _of_the_script(traceback: TracebackType | None) -> TracebackType | None:

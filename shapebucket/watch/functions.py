@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 
@@ -51,8 +51,8 @@ class Making:
     held: tuple[tuple[str, str], ...] = ()
 
 
-class Makings:
-    """Numbers the objects of each function, without keeping them alive."""
+class _Makings:
+    """Numbers the functions of the process, without keeping them alive where Python lets it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,6 +72,9 @@ class Makings:
                 known = self._numbers[id(owner)] = (ref, self._next)
                 self._next += 1
         return Making(known[1], _how(fun), tuple(_held(fun)))
+
+
+MAKINGS: Final = _Makings()
 
 
 def function_of(fun: Callable[..., Any] | None, name: str, caller: str, ahead: bool) -> Function:

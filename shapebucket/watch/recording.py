@@ -19,7 +19,7 @@ import jax.monitoring
 from shapebucket.watch._jax_private import Call, call_in_progress
 from shapebucket.watch.calls import CallCounts, counted_jits
 from shapebucket.watch.counter import COMPILE_EVENT
-from shapebucket.watch.functions import Function, Making, Makings, caller_line, function_of
+from shapebucket.watch.functions import MAKINGS, Function, Making, caller_line, function_of
 from shapebucket.watch.signature import Change, Signature, changes, distance, signature_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ class CompileWatch:
         self._on_compile = on_compile
         self._lock = threading.Lock()
         self._thread = _Thread()
-        self._makings = Makings()
         self._events: list[CompileEvent] = []
         self._known: dict[Any, list[CompileEvent]] = {}
         self._pending: dict[str, list[float]] = {}
@@ -235,7 +234,7 @@ class CompileWatch:
         call, caller = call_in_progress(), caller_line()
         fun = call.fun if isinstance(call, Call) else None
         function = function_of(fun, name, caller, ahead=isinstance(call, jax.stages.Lowered))
-        making = self._makings.of(fun) if fun is not None and function.kind == "call" else None
+        making = MAKINGS.of(fun) if fun is not None and function.kind == "call" else None
         try:
             signature = None if call is None else signature_of(call, self._share)
         except Exception:  # somebody else's classes are asked: the run that is watched must go on

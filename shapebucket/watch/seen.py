@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shapebucket.errors import LayoutError
-from shapebucket.histogram import LengthHistogram
+from shapebucket.histogram import LengthHistogram, grouped
 from shapebucket.layout import Layout
 from shapebucket.watch.calls import CallCounts, Column
 from shapebucket.watch.recording import CompileEvent
@@ -104,10 +104,10 @@ def _collected(
     columns: Sequence[Column], table: Mapping[tuple[int, ...], int], counted: bool, leaves: Mapping[str, Leaf]
 ) -> SeenShapes | None:
     """Joins columns that always agree into axes, and leaves the batch's rows out."""
-    order = sorted(range(len(columns)), key=lambda k: leaves[columns[k][0]].dtype == "bool")  # masks give no names
-    columns, shapes = [columns[k] for k in order], np.array(list(table), np.int64)[:, order]
+    shapes = np.array(list(table), np.int64)
+    leaves = {path: leaf for path, leaf in leaves.items() if leaf.dtype != "bool"} or leaves  # the loader makes masks
     batched = any(axis > 0 for _, axis in columns)  # then the first axis is the batch's
-    kept = [k for k, (_, axis) in enumerate(columns) if axis > 0 or not batched]
+    kept = [k for k, (path, axis) in enumerate(columns) if path in leaves and (axis > 0 or not batched)]
     first = [k for k, (_, axis) in enumerate(columns) if axis == 0 and batched]
     rows = int(shapes[:, first].max()) if first else 1
     if batched and not first:
@@ -118,17 +118,14 @@ def _collected(
         same = next((other for other in chosen if (shapes[:, other] == shapes[:, k]).all()), None)
         if same is None:
             chosen.append(k)
-        names[columns[k]] = _axis_name(columns[k], names) if same is None else names[columns[same]]
+        names[columns[k]] = _axis_name(columns[k], names, leaves) if same is None else names[columns[same]]
     layout = _layout(leaves, names, batched)
-    if layout is None:
+    if layout is None or not layout.axes:
         return None
     order = [next(k for k in chosen if names[columns[k]] == axis) for axis in layout.axes]
-    counts = np.fromiter(table.values(), np.int64)
-    repeated = LengthHistogram.merge(
-        LengthHistogram(layout.axes, shapes[[k]][:, order].astype(np.int32), counts[[k]], layout=layout)
-        for k in range(len(counts))
-    )
-    return SeenShapes(repeated, max(1, rows), counted)
+    distinct, counts = grouped(shapes[:, order].astype(np.int32), np.fromiter(table.values(), np.int64))
+    lengths = LengthHistogram(layout.axes, distinct, counts if counted else np.ones_like(counts), layout=layout)
+    return SeenShapes(lengths, max(1, rows), counted)
 
 
 def _layout(leaves: Mapping[str, Leaf], names: Mapping[Column, str], batched: bool) -> Layout | None:
@@ -146,13 +143,16 @@ def _layout(leaves: Mapping[str, Leaf], names: Mapping[Column, str], batched: bo
         return None
 
 
-def _axis_name(column: Column, taken: Mapping[Column, str]) -> str:
-    """Returns a name for an axis, after its leaf, with the axis' number where the name is taken."""
+def _axis_name(column: Column, taken: Mapping[Column, str], leaves: Iterable[str]) -> str:
+    """Returns a name for an axis, after its leaf; with the axis' number where it is taken, or its mask's would be a leaf's."""
     path, axis = column
     name = "".join(letter if letter.isalnum() else "_" for letter in _last(path)).strip("_") or "s"
     if not name[0].isalpha():
         name = f"s_{name}"
-    return name if name not in taken.values() else f"{name}_{axis}"
+    keys = {_last(leaf) for leaf in leaves}
+    while name in taken.values() or keys & {f"{name}_mask", f"{name}_length"}:
+        name = f"{name}_{axis}"
+    return name
 
 
 def _last(path: str) -> str:
