@@ -463,16 +463,15 @@ def test_counted_calls_weigh_the_shapes():
     assert report.calls == 7
     assert report.summary == (
         "train_step compiled 5 times; 3 because batch['src'] axis 1 took 4 values (3, 5, 7, 9), and 1 other with it; "
-        "5 buckets would compile 5 times with 0.0% padding (over 7 calls): src=3 tgt=4, src=5 tgt=4, src=7 tgt=4, "
-        "src=5 tgt=9, src=9 tgt=9"
+        "2 buckets would compile 2 times with 18.9% padding (over 7 calls): src=5 tgt=4, src=9 tgt=9"
     )
 
 
-def test_an_axis_is_not_named_so_that_its_mask_would_be_a_leaf():
+def test_an_axis_is_not_named_so_that_its_lengths_would_be_a_leaf():
     step = fresh()
     with sb.watch_compiles() as watch:
         for n in (5, 7):
-            step({"src": np.ones((2, n), np.int32), "src_mask": np.ones((2, n), np.int32)})
+            step({"src": np.ones((2, n), np.int32), "src_length": np.ones((2, n), np.int32)})
     assert watch.diagnose().lengths().axes == ("src_1",)
     assert len(watch.diagnose().plan()) == 2
 

@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for the process sees what ended it
     except Exception as error:
         _tell(watch, options.json)
-        sys.excepthook(type(error), error, _of_the_script(error.__traceback__))  # what Python itself would do
+        error = error.with_traceback(_of_the_script(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)  # what Python itself would do
         sys.exit(1)
     except BaseException:
         _tell(watch, options.json)

@@ -14,7 +14,7 @@ from shapebucket.planner import plan_buckets
 from shapebucket.tables import render
 from shapebucket.watch.calls import CallCounts
 from shapebucket.watch.recording import CompileEvent
-from shapebucket.watch.seen import SeenShapes, sizes_at
+from shapebucket.watch.seen import SeenShapes, is_mask, sizes_at
 from shapebucket.watch.signature import Kind
 
 _REPEATED = 3  # compiles for one reason, from which on eager operations are worth a line
@@ -107,11 +107,11 @@ class FunctionReport:
 
     @cached_property
     def plan(self) -> BucketPlan | None:
-        """At most eight buckets for the sizes seen; None where few sizes, or none, varied."""
+        """At most eight buckets, and at most half as many as shapes, for the sizes seen; None where there were few."""
         if self.seen is None or not self.causes or self.causes[0].kind != "shape" or len(self.seen) < _LISTED:
             return None
         try:
-            return plan_buckets(self.seen.lengths, max_buckets=8, batch_size=self.seen.rows)
+            return plan_buckets(self.seen.lengths, max_buckets=min(8, len(self.seen) // 2), batch_size=self.seen.rows)
         except ShapebucketError:  # sizes that no plan is for, such as 0 alone
             return None
 
@@ -360,10 +360,10 @@ def _shape_text(events: Sequence[CompileEvent], path: str, axis: int) -> tuple[s
 
 
 def _is_mask(events: Sequence[CompileEvent], path: str) -> bool:
-    """Tells whether a leaf is bool: of arrays that change together, another says more."""
+    """Tells whether a leaf is a mask: of arrays that change together, another says more."""
     found = next((event.signature for event in events if event.signature is not None), None)
     return found is not None and any(
-        leaf.dtype == "bool" for each, leaf in zip(found.paths, found.leaves, strict=True) if each.text == path
+        is_mask(path, leaf) for each, leaf in zip(found.paths, found.leaves, strict=True) if each.text == path
     )
 
 

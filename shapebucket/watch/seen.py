@@ -69,6 +69,11 @@ class SeenShapes:
         return _collected(columns, table, counted, _leaves(events, columns))
 
 
+def is_mask(path: str, leaf: Leaf) -> bool:
+    """Tells whether a leaf is a mask, by its dtype or name."""
+    return leaf.dtype == "bool" or _last(path).endswith("mask")
+
+
 def sizes_at(signature: Signature | None, path: str, axis: int) -> int | None:
     """Returns the size of an axis of a leaf, if there is one."""
     found = _sizes(signature, {(path, axis)})
@@ -105,7 +110,9 @@ def _collected(
 ) -> SeenShapes | None:
     """Joins columns that always agree into axes, and leaves the batch's rows out."""
     shapes = np.array(list(table), np.int64)
-    leaves = {path: leaf for path, leaf in leaves.items() if leaf.dtype != "bool"} or leaves  # the loader makes masks
+    leaves = {
+        path: leaf for path, leaf in leaves.items() if not is_mask(path, leaf)
+    } or leaves  # the loader makes masks
     batched = any(axis > 0 for _, axis in columns)  # then the first axis is the batch's
     kept = [k for k, (path, axis) in enumerate(columns) if path in leaves and (axis > 0 or not batched)]
     first = [k for k, (_, axis) in enumerate(columns) if axis == 0 and batched]
