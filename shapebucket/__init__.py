@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OverlongError,
         PlanError,
         ProcessError,
+        RecompileError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
-    from shapebucket.watch import CompileCounter
+    from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
@@ -58,6 +59,7 @@ _MODULES = {
         "OverlongError",
         "PlanError",
         "ProcessError",
+        "RecompileError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
@@ -84,7 +86,7 @@ _MODULES = {
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
     "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
-    "watch": ("CompileCounter",),
+    "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -119,6 +121,7 @@ __all__ = [
     "PlanReport",
     "PolynomialCost",
     "ProcessError",
+    "RecompileError",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -128,6 +131,7 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "forbid_compile",
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
@@ -138,6 +142,7 @@ __all__ = [
     "plan_by_rule",
     "to_tf_boundaries",
     "unpad",
+    "watch_compiles",
 ]
 
 
