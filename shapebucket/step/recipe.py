@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from shapebucket.errors import BudgetError, DriftError, StepError
-from shapebucket.step.arguments import Place, at, label_of, replaced
+from shapebucket.step.arguments import Place, at, label_of, places_of, replaced
 from shapebucket.step.contract import Contract, Job
 from shapebucket.step.drift import Returned, explained, sharding_drift, signature_drift
 from shapebucket.step.report import Cost, Executable
@@ -28,6 +28,7 @@ class Recipe:
     Attributes:
         fn: the function itself.
         jit: `jax.jit` with its options.
+        statics: the places of the static arguments.
         prepare: from the loader's batch to what `fn` takes; None for no change.
         sharding: where a prepared batch is put; None for leaving it.
         carry: the places of the arguments that the step returns and takes again.
@@ -37,11 +38,56 @@ class Recipe:
 
     fn: Callable[..., Any]
     jit: Callable[[Callable[..., Any]], Any]
+    statics: frozenset[Place]
     prepare: Callable[[Any], Any] | None
     sharding: Any
     carry: frozenset[Place]
     carry_is_told: bool
     weak_types: bool
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        *,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Sequence[str] | None = None,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Sequence[str] | None = None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        prepare: Callable[[Any], Any] | None = None,
+        batch_sharding: Any = None,
+        carry: str | Sequence[str] | None = None,
+        weak_types: bool = False,
+    ) -> Recipe:
+        """Makes a recipe of the options of `CompiledStep`.
+
+        Raises:
+            StepError: for a function that is jitted already.
+        """
+        if hasattr(fn, "lower") and hasattr(fn, "trace"):
+            raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
+        shardings = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+        jit = functools.partial(
+            jax.jit,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            **{name: value for name, value in shardings.items() if value is not None},
+        )
+        donated = places_of(fn, donate_argnums, donate_argnames)
+        return cls(
+            fn,
+            jit,
+            places_of(fn, static_argnums, static_argnames),
+            prepare,
+            batch_sharding,
+            carry=donated if carry is None else places_of(fn, None, carry),
+            carry_is_told=carry is not None,
+            weak_types=weak_types,
+        )
 
     @property
     def changes_batches(self) -> bool:
