@@ -44,7 +44,17 @@ if TYPE_CHECKING:
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
-    from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
+    from shapebucket.step import (
+        BATCH,
+        BatchSizeFit,
+        CompiledStep,
+        CompileReport,
+        Cost,
+        Executable,
+        FittedBucket,
+        OneOf,
+        fit_batch_sizes,
+    )
     from shapebucket.watch import CompileCounter
 
 _MODULES = {
@@ -83,7 +93,17 @@ _MODULES = {
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
-    "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
+    "step": (
+        "BATCH",
+        "BatchSizeFit",
+        "CompileReport",
+        "CompiledStep",
+        "Cost",
+        "Executable",
+        "FittedBucket",
+        "OneOf",
+        "fit_batch_sizes",
+    ),
     "watch": ("CompileCounter",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -91,6 +111,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "BATCH",
     "ArraySpec",
+    "BatchSizeFit",
     "Bucket",
     "BucketPlan",
     "BucketedIterDataset",
@@ -104,6 +125,7 @@ __all__ = [
     "ElasticIterDataset",
     "Executable",
     "Feature",
+    "FittedBucket",
     "Layout",
     "LayoutError",
     "LengthHistogram",
@@ -127,6 +149,7 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "fit_batch_sizes",
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
