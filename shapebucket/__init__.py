@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
+        MeasuredCost,
         PolynomialCost,
         TableCost,
         count_steps,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         FittedBucket,
         OneOf,
         fit_batch_sizes,
+        measure_costs,
     )
     from shapebucket.watch import CompileCounter
 
@@ -84,6 +86,7 @@ _MODULES = {
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
+        "MeasuredCost",
         "PolynomialCost",
         "TableCost",
         "count_steps",
@@ -103,6 +106,7 @@ _MODULES = {
         "FittedBucket",
         "OneOf",
         "fit_batch_sizes",
+        "measure_costs",
     ),
     "watch": ("CompileCounter",),
 }
@@ -133,6 +137,7 @@ __all__ = [
     "LengthsError",
     "LoaderReport",
     "LockstepIterDataset",
+    "MeasuredCost",
     "MissingExtraError",
     "OneOf",
     "OverlongError",
@@ -155,6 +160,7 @@ __all__ = [
     "load_lengths",
     "make_global",
     "measure",
+    "measure_costs",
     "pad",
     "plan_buckets",
     "plan_by_rule",

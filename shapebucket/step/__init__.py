@@ -2,6 +2,7 @@
 
 from shapebucket.step.arguments import BATCH, OneOf
 from shapebucket.step.compiled import CompiledStep
+from shapebucket.step.costing import measure_costs
 from shapebucket.step.report import CompileReport, Cost, Executable
 from shapebucket.step.sizing import BatchSizeFit, FittedBucket, fit_batch_sizes
 
@@ -15,4 +16,5 @@ __all__ = [
     "FittedBucket",
     "OneOf",
     "fit_batch_sizes",
+    "measure_costs",
 ]
