@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
+        MeasuredCost,
         PolynomialCost,
         TableCost,
         count_steps,
@@ -45,7 +46,18 @@ if TYPE_CHECKING:
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
-    from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
+    from shapebucket.step import (
+        BATCH,
+        BatchSizeFit,
+        CompiledStep,
+        CompileReport,
+        Cost,
+        Executable,
+        FittedBucket,
+        OneOf,
+        fit_batch_sizes,
+        measure_costs,
+    )
     from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
@@ -76,6 +88,7 @@ _MODULES = {
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
+        "MeasuredCost",
         "PolynomialCost",
         "TableCost",
         "count_steps",
@@ -85,7 +98,18 @@ _MODULES = {
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
-    "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
+    "step": (
+        "BATCH",
+        "BatchSizeFit",
+        "CompileReport",
+        "CompiledStep",
+        "Cost",
+        "Executable",
+        "FittedBucket",
+        "OneOf",
+        "fit_batch_sizes",
+        "measure_costs",
+    ),
     "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -93,6 +117,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "BATCH",
     "ArraySpec",
+    "BatchSizeFit",
     "Bucket",
     "BucketPlan",
     "BucketedIterDataset",
@@ -106,6 +131,7 @@ __all__ = [
     "ElasticIterDataset",
     "Executable",
     "Feature",
+    "FittedBucket",
     "Layout",
     "LayoutError",
     "LengthHistogram",
@@ -114,6 +140,7 @@ __all__ = [
     "LoaderReport",
     "LockstepIterDataset",
     "LockstepReport",
+    "MeasuredCost",
     "MissingExtraError",
     "OneOf",
     "OverlongError",
@@ -131,12 +158,14 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "fit_batch_sizes",
     "forbid_compile",
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
     "make_global",
     "measure",
+    "measure_costs",
     "pad",
     "plan_buckets",
     "plan_by_rule",
