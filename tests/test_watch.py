@@ -203,6 +203,7 @@ def test_a_function_compiled_ahead_of_time_is_told_as_such():
     (report,) = watch.diagnose().functions
     assert report.kind == "ahead"
     assert report.causes[0].text == "argument 0 axis 0 took 2 values (3, 4)"
+    assert report.causes[0].remedy == "it was asked for, ahead of time"
     assert "total, ahead of time" in str(watch.diagnose())
 
 
@@ -248,6 +249,31 @@ def test_nothing_is_left_behind():
     assert jax.jit is plain
     assert jax.config.jax_explain_cache_misses == asked
     assert [list(logger.filters) for logger in loggers] == before
+
+
+def test_contexts_may_end_in_any_order():
+    plain, asked = jax.jit, jax.config.jax_explain_cache_misses
+    watches = [sb.watch_compiles(count_calls=True), sb.watch_compiles(count_calls=True)]
+    guards = [sb.forbid_compile("count"), sb.forbid_compile("count")]
+    for context in [*watches, *guards]:
+        context.__enter__()
+    step = fresh()
+    step(ONES)
+    for context in [*watches, *guards]:
+        context.__exit__(None, None, None)
+    assert jax.jit is plain
+    assert jax.config.jax_explain_cache_misses == asked
+    step(np.ones(4, np.float32))
+    assert [watch.diagnose().function("total").calls for watch in watches] == [1, 1]
+    assert [guard.count for guard in guards] == [1, 1]
+
+
+def test_a_watch_ends_also_when_all_listeners_were_cleared():
+    with sb.watch_compiles() as watch:
+        fresh()(ONES)
+        jax.monitoring.clear_event_listeners()
+    fresh()(ONES)
+    assert watch.count == 1
 
 
 def test_arguments_are_not_kept_alive():

@@ -161,6 +161,22 @@ def test_an_interrupted_script_is_diagnosed(tmp_path, number):
     assert SUMMARY in out
 
 
+def test_a_script_may_set_the_environment_before_it_imports_jax(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os\nos.environ['JAX_ENABLE_X64'] = '1'\nfrom jax import jit\nimport numpy as np\n"
+        "double = jit(lambda x: x * 2)\nprint(double(np.ones(2)).dtype)\n"
+    )
+    done = run("--json", tmp_path / "out.json", tmp_path / "train.py")
+    assert done.stdout.splitlines()[0] == "float64"
+    assert json.loads((tmp_path / "out.json").read_text())["functions"][0]["calls"] == 1
+
+
+def test_a_script_without_jax_compiles_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("print(1)\n")
+    done = run(tmp_path / "train.py")
+    assert done.stdout.splitlines() == ["1", "", "shapebucket.watch: nothing compiled"]
+
+
 def test_without_a_script_the_usage_is_shown():
     for arguments in ([], ["-m"]):
         done = run(*arguments)

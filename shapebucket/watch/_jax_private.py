@@ -12,12 +12,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import jax
+
+from shapebucket.watch.sharing import Shared
 
 _EXPLAINING = ("jax._src.pjit", "jax._src.interpreters.partial_eval")  # up to JAX 0.8, and from then on
 
@@ -83,15 +85,16 @@ def _enclosing(frame: FrameType) -> Call | None:
 
 
 @contextmanager
-def explained_misses(explain: Callable[[str], None]) -> Generator[None]:
-    """Has JAX explain each trace of a user's function, in the thread that traces; its log stays as it was."""
+def _explaining() -> Generator[None]:
+    """Has JAX explain each trace of a user's function to all who want to know, and to its log if that was asked for."""
     asked: bool = jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
 
     def listen(record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if not message.startswith("TRACING CACHE MISS"):
             return True
-        explain(message)
+        for explain in _EXPLANATIONS.users:
+            explain(message)
         return asked
 
     loggers = [logging.getLogger(name) for name in _EXPLAINING]
@@ -104,3 +107,11 @@ def explained_misses(explain: Callable[[str], None]) -> Generator[None]:
         jax.config.update("jax_explain_cache_misses", asked)
         for logger in loggers:
             logger.removeFilter(listen)
+
+
+_EXPLANATIONS: Final = Shared[Callable[[str], None]](_explaining)
+
+
+def explained_misses(explain: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Returns a context in which JAX explains each trace of a user's function, in the thread that traces."""
+    return _EXPLANATIONS.used_by(explain)

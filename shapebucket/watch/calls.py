@@ -7,15 +7,16 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from shapebucket.watch.functions import function_of
+from shapebucket.watch.sharing import Shared
 from shapebucket.watch.signature import Change, Signature
 
 Column = tuple[str, int]
@@ -34,11 +35,13 @@ class CallCounts:
     """How often a function was called with which sizes, on the columns that turned out to vary.
 
     Attributes:
-        calls: in all, with concrete arguments or not.
+        calls: in all.
+        closed: whether to count no more: functions outlive the watch that they were jitted under.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.closed = False
         self._lock = threading.Lock()
         self._places: dict[Column, _Place] = {}
         self._order: tuple[_Place, ...] = ()
@@ -53,6 +56,8 @@ class CallCounts:
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Counts one call, unless it is a part of another program or has another tree; one or two microseconds."""
+        if self.closed:
+            return
         sizes: list[int] = []
         try:
             for argument, way, axis in self._order:
@@ -107,15 +112,16 @@ def _step(key: Any) -> Callable[[Any], Any]:
 class CountedFunction:
     """What `jax.jit` returned, with its calls counted; everything else is its own."""
 
-    def __init__(self, jitted: Any, counts: CallCounts) -> None:
+    def __init__(self, jitted: Any, counts: Sequence[CallCounts]) -> None:
         self._shapebucket_jitted = jitted
-        self._shapebucket_count = counts.call
+        self._shapebucket_counts = [each.call for each in counts]
         functools.update_wrapper(self, jitted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, and counts."""
         out = self._shapebucket_jitted(*args, **kwargs)
-        self._shapebucket_count(args, kwargs)  # after it, when a compile has told what varies; shapes outlive donation
+        for count in self._shapebucket_counts:  # after it, when a compile has told what varies; shapes outlive donation
+            count(args, kwargs)
         return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -140,14 +146,15 @@ class CountedFunction:
         return self._shapebucket_jitted.__reduce__()
 
 
-@contextmanager
-def counted_jits(counts: MutableMapping[Any, CallCounts]) -> Generator[None]:
-    """Replaces `jax.jit` by one whose functions count their calls, by the key of the function."""
-    plain: Any = jax.jit
+def _counted(jitted: Any, fun: Callable[..., Any]) -> CountedFunction:
+    function = function_of(fun, getattr(fun, "__name__", type(fun).__name__), "", ahead=False)
+    return CountedFunction(jitted, [each.setdefault(function.key, CallCounts()) for each in _COUNTING.users])
 
-    def count(jitted: Any, fun: Callable[..., Any]) -> CountedFunction:
-        function = function_of(fun, getattr(fun, "__name__", type(fun).__name__), "", ahead=False)
-        return CountedFunction(jitted, counts.setdefault(function.key, CallCounts()))
+
+@contextmanager
+def _replaced_jit() -> Generator[None]:
+    """Replaces `jax.jit` by one that returns counting functions."""
+    plain: Any = jax.jit
 
     @functools.wraps(plain)
     def jit(*args: Any, **kwargs: Any) -> Any:
@@ -156,13 +163,21 @@ def counted_jits(counts: MutableMapping[Any, CallCounts]) -> Generator[None]:
         if fun is None or not callable(fun):  # jax.jit(static_argnums=…), a decorator that is still to be applied
 
             def decorate(fun: Callable[..., Any]) -> CountedFunction:
-                return count(made(fun), fun)
+                return _counted(made(fun), fun)
 
             return decorate
-        return count(made, fun)
+        return _counted(made, fun)
 
     jax.jit = jit
     try:
         yield
     finally:
         jax.jit = plain
+
+
+_COUNTING: Final = Shared[MutableMapping[Any, CallCounts]](_replaced_jit)
+
+
+def counted_jits(counts: MutableMapping[Any, CallCounts]) -> AbstractContextManager[None]:
+    """Returns a context in which `jax.jit` makes functions that count their calls, by the key of the function."""
+    return _COUNTING.used_by(counts)

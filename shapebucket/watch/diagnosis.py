@@ -19,7 +19,10 @@ from shapebucket.watch.signature import Kind
 
 _REPEATED = 3  # compiles for one reason, from which on eager operations are worth a line
 _LISTED = 4  # values that are listed; more are summed up
-_EAGER_REMEDY = "do it in NumPy before the call, or inside a jitted function"
+_REMEDIES_BY_FUNCTION = {
+    "eager": "do it in NumPy before the call, or inside a jitted function",
+    "ahead": "it was asked for, ahead of time",
+}
 _REMEDIES: dict[Kind, str] = {
     "shape": "pad it to few sizes",
     "rank": "reshape it before the call",
@@ -108,7 +111,13 @@ class FunctionReport:
     @cached_property
     def plan(self) -> BucketPlan | None:
         """At most eight buckets, and at most half as many as shapes, for the sizes seen; None where there were few."""
-        if self.seen is None or not self.causes or self.causes[0].kind != "shape" or len(self.seen) < _LISTED:
+        if (
+            self.seen is None
+            or self.kind != "call"
+            or not self.causes
+            or self.causes[0].kind != "shape"
+            or len(self.seen) < _LISTED
+        ):
             return None
         try:
             return plan_buckets(self.seen.lengths, max_buckets=min(8, len(self.seen) // 2), batch_size=self.seen.rows)
@@ -118,7 +127,7 @@ class FunctionReport:
     @property
     def advice(self) -> str:
         """What buckets would do for the sizes seen; empty where they are no remedy."""
-        if self.plan is None or self.plan.planned is None or self.seen is None or self.kind == "eager":
+        if self.plan is None or self.plan.planned is None or self.seen is None:
             return ""
         count = len(self.plan)
         weight = f"over {self.seen.weight:,} calls" if self.seen.counted else "each shape taken once"
@@ -224,7 +233,7 @@ class Diagnosis:
             "cached": sum(event.cached for event in self.events),
             "seconds": self.seconds,
             "functions": [report.to_json() for report in self.functions],
-            "events": [event.to_json() for event in self.events],
+            "events": [_event_json(event) for event in self.events],
         }
 
     def __str__(self) -> str:
@@ -274,6 +283,11 @@ def _shown_sizes(plan: BucketPlan) -> str:
     if len(plan.layout.axes) == 1:
         return f"{plan.layout.axes[0]} = {', '.join(str(size) for size in plan.sizes[:, 0])}"
     return ", ".join(" ".join(f"{axis}={size}" for axis, size in bucket.axes) for bucket in plan.buckets)
+
+
+def _event_json(event: CompileEvent) -> dict[str, Any]:
+    """Returns an event as JSON values; the changes of a later one tell its signature, which may have hundreds of leaves."""
+    return event.to_json() if event.first else event.to_json() | {"signature": None}
 
 
 def _explained(report: FunctionReport) -> list[str]:
@@ -335,8 +349,7 @@ def _cause(
     if kind == "dtype" and any(value.startswith("key<") for value in values):
         remedy = "use one PRNG implementation for all keys"
     others = len({place for place, _ in places}) - 1
-    if prefix:
-        remedy = _EAGER_REMEDY
+    remedy = _REMEDIES_BY_FUNCTION.get(events[0].function.kind, remedy)
     if others:
         text += f", and {others} other{'s' if others > 1 else ''} with it"
     return Cause(kind, len(numbers), path, axis, values, prefix + text, remedy)

@@ -8,7 +8,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -136,11 +136,11 @@ class CompileWatch:
         with ExitStack() as opening:
             monitoring = jax.monitoring
             monitoring.register_scalar_listener(self._on_start)
-            opening.callback(monitoring.unregister_scalar_listener, self._on_start)
+            opening.callback(_end_listening, monitoring.unregister_scalar_listener, self._on_start)
             monitoring.register_event_duration_secs_listener(self._on_end)
-            opening.callback(monitoring.unregister_event_duration_listener, self._on_end)
+            opening.callback(_end_listening, monitoring.unregister_event_duration_listener, self._on_end)
             monitoring.register_event_listener(self._on_event)
-            opening.callback(monitoring.unregister_event_listener, self._on_event)
+            opening.callback(_end_listening, monitoring.unregister_event_listener, self._on_event)
             if self._counts is not None:
                 opening.enter_context(counted_jits(self._counts))
             self._open = opening.pop_all()
@@ -150,6 +150,8 @@ class CompileWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.close()
+        for counts in self.calls.values():
+            counts.closed = True
 
     @property
     def events(self) -> tuple[CompileEvent, ...]:
@@ -267,6 +269,11 @@ def watch_compiles(*, count_calls: bool = False) -> CompileWatch:
         The watch, to be opened with `with`.
     """
     return CompileWatch(count_calls=count_calls)
+
+
+def _end_listening(unregister: Callable[[Any], None], listener: Any) -> None:
+    with suppress(AssertionError):  # somebody has called jax.monitoring.clear_event_listeners()
+        unregister(listener)
 
 
 def resident_bytes() -> int | None:
