@@ -382,9 +382,9 @@ def test_a_refused_call_compiles_once_afterwards_and_is_warm_then():
         assert float(step(np.ones(5, np.float32))) == 5
         step(np.ones(5, np.float32))
     assert watch.count == 1
-    cached = step._cache_size()  # the fast path holds the signature, so that JAX is not asked again
-    step(np.ones(5, np.float32))
-    assert step._cache_size() == cached == 2
+    with jax.no_tracing():  # which refuses what JAX's fast path does not have
+        step(np.ones(5, np.float32))
+        step(ONES)
 
 
 def test_eager_operations_are_refused():

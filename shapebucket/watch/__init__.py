@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shapebucket.watch.counter import CompileCounter
     from shapebucket.watch.diagnosis import Cause, Diagnosis, FunctionReport
-    from shapebucket.watch.forbidding import forbid_compile
+    from shapebucket.watch.forbidding import CompileGuard, forbid_compile
     from shapebucket.watch.recording import CompileEvent, CompileWatch, watch_compiles
     from shapebucket.watch.signature import Change, Signature
 
 _MODULES = {
     "counter": ("CompileCounter",),
     "diagnosis": ("Cause", "Diagnosis", "FunctionReport"),
-    "forbidding": ("forbid_compile",),
+    "forbidding": ("CompileGuard", "forbid_compile"),
     "recording": ("CompileEvent", "CompileWatch", "watch_compiles"),
     "signature": ("Change", "Signature"),
 }
@@ -29,6 +29,7 @@ __all__ = [
     "Change",
     "CompileCounter",
     "CompileEvent",
+    "CompileGuard",
     "CompileWatch",
     "Diagnosis",
     "FunctionReport",
