@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal, get_args
 
 from shapebucket.errors import RecompileError, StepError
-from shapebucket.watch._jax_private import explained_misses
+from shapebucket.watch._jax_private import explained_misses, restore_fast_path
 from shapebucket.watch.recording import CompileEvent, CompileWatch
 
 Action = Literal["error", "warn", "count"]
@@ -60,6 +60,8 @@ class CompileGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.close()
+        if self.refused and self._action != "count":  # a warning may be an error too
+            restore_fast_path()
         if kind is None and self._elsewhere:
             raise self._elsewhere[0]
 
