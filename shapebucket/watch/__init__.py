@@ -9,16 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shapebucket.watch.causes import Cause
     from shapebucket.watch.counter import CompileCounter
-    from shapebucket.watch.diagnosis import Cause, Diagnosis, FunctionReport
-    from shapebucket.watch.forbidding import forbid_compile
+    from shapebucket.watch.diagnosis import Diagnosis, FunctionReport
+    from shapebucket.watch.forbidding import CompileGuard, forbid_compile
     from shapebucket.watch.recording import CompileEvent, CompileWatch, watch_compiles
     from shapebucket.watch.signature import Change, Signature
 
 _MODULES = {
+    "causes": ("Cause",),
     "counter": ("CompileCounter",),
-    "diagnosis": ("Cause", "Diagnosis", "FunctionReport"),
-    "forbidding": ("forbid_compile",),
+    "diagnosis": ("Diagnosis", "FunctionReport"),
+    "forbidding": ("CompileGuard", "forbid_compile"),
     "recording": ("CompileEvent", "CompileWatch", "watch_compiles"),
     "signature": ("Change", "Signature"),
 }
@@ -29,6 +31,7 @@ __all__ = [
     "Change",
     "CompileCounter",
     "CompileEvent",
+    "CompileGuard",
     "CompileWatch",
     "Diagnosis",
     "FunctionReport",

@@ -1,16 +1,19 @@
-"""The private things of JAX that the watch reads: two stack frames, and two loggers.
+"""The private things of JAX that the watch touches: two stack frames, two loggers, and the caches of the fast path.
 
 JAX's public events say which function compiles, and when, in the thread that compiles; they do not say for which arguments.
 These stand in the frame of `cache_miss` of `jax._src.pjit`, a few frames up, with the function and what is static of it. It is
 read only while something compiles, so a warm call costs nothing, and a function may have been jitted long before.
-`jax_explain_cache_misses` is public; the loggers that it writes to are not. Where JAX has moved them, events lose their
-signatures, refusals their reasons, nothing else; tests/test_watch.py fails then.
+`jax_explain_cache_misses` is public; the loggers that it writes to are not. JAX's fast path never takes a
+call again that raised while it was new to it, whatever raised; so what `forbid_compile` refused would stay ten times slower to
+call for good. Where JAX has moved these things, events lose their signatures, refusals their reasons, and that speed, nothing
+else; tests/test_watch.py fails then.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -82,6 +85,15 @@ def _enclosing(frame: FrameType) -> Call | None:
             return found if isinstance(found, Call) else None
         seen = seen.f_back
     return None
+
+
+def restore_fast_path() -> None:
+    """Has JAX's fast path learn anew which calls it can take: at each function's next call, from the caches behind it."""
+    private = sys.modules.get("jax._src.pjit")
+    for name in ("_cpp_pjit_cache_fun_only", "_cpp_pjit_cache_explicit_attributes"):
+        cache = getattr(private, name, None)
+        if cache is not None and hasattr(cache, "clear"):
+            cache.clear()
 
 
 @contextmanager

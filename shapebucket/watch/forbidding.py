@@ -6,13 +6,13 @@ import re
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, get_args
 
 from shapebucket.errors import RecompileError, StepError
-from shapebucket.watch._jax_private import explained_misses
+from shapebucket.watch._jax_private import explained_misses, restore_fast_path
 from shapebucket.watch.recording import CompileEvent, CompileWatch
 
 Action = Literal["error", "warn", "count"]
@@ -20,47 +20,20 @@ _KEPT = 64  # explanations of traces that compile nothing, until the next compil
 _DIFFERENCE = re.compile(r"\* at (.+), now (.+) and before (.+)")
 
 
-class forbid_compile:  # noqa: N801  (used like a function)
-    """A context in which every compile of the process is an error, a warning, or counted.
-
-        with watch_compiles() as watch:
-            state = step(state, first_batch)
-        with forbid_compile(earlier=watch):
-            for batch in batches:
-                state = step(state, batch)
-
-    The error is raised before XLA runs, in the thread that would compile; the call does nothing then, donated arguments stay
-    alive, and the same call compiles as usual afterwards. Calls of what is compiled already are as fast as ever. An error that
-    was raised in another thread is raised again at the end, unless another is on its way.
+class CompileGuard:
+    """A context in which no compile goes unnoticed; `forbid_compile` makes it.
 
     Attributes:
         refused: the errors that were raised, or would have been.
     """
 
-    def __init__(
-        self, action: Action = "error", *, allow: Collection[str] = (), earlier: CompileWatch | None = None
-    ) -> None:
-        """Makes the context; it begins with `with`.
-
-        Args:
-            action: what a compile is: `"error"`, `"warn"` (a RuntimeWarning) or `"count"`.
-            allow: names of functions that may compile all the same.
-            earlier: a watch that saw the compiles before, so that the message can say what changed against them. Without it, or
-                for functions that it did not see, JAX's own explanation is used, which knows all of its caches but does not
-                tell of shardings, nor in all versions of static values.
-
-        Raises:
-            StepError: for another action.
-        """
-        if action not in get_args(Action):
-            raise StepError(f"action must be one of {get_args(Action)}, but got {action!r}")
-        if isinstance(allow, str):
-            raise StepError(f"allow takes names of functions, as in [{allow!r}], but got {allow!r}")
+    def __init__(self, action: Action, allow: frozenset[str], history: Sequence[CompileEvent]) -> None:
+        """Makes the context; see `forbid_compile`."""
         self.refused: list[RecompileError] = []
         self._action = action
-        self._allow = frozenset(allow)
+        self._allow = allow
         self._explained = threading.local()
-        self._watch = CompileWatch(history=earlier.events if earlier is not None else (), on_compile=self._refuse)
+        self._watch = CompileWatch(history=history, on_compile=self._refuse)
         self._open = ExitStack()
         self._owner = 0
         self._elsewhere: list[RecompileError] = []
@@ -75,7 +48,7 @@ class forbid_compile:  # noqa: N801  (used like a function)
         """Those compiles by the function's name."""
         return Counter(error.function for error in self.refused)
 
-    def __enter__(self) -> forbid_compile:
+    def __enter__(self) -> CompileGuard:
         with ExitStack() as opening:
             opening.enter_context(explained_misses(self._explain))
             opening.enter_context(self._watch)
@@ -87,6 +60,8 @@ class forbid_compile:  # noqa: N801  (used like a function)
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.close()
+        if self.refused and self._action != "count":  # a warning may be an error too
+            restore_fast_path()
         if kind is None and self._elsewhere:
             raise self._elsewhere[0]
 
@@ -106,6 +81,42 @@ class forbid_compile:  # noqa: N801  (used like a function)
             raise error
         if self._action == "warn":
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+
+def forbid_compile(
+    action: Action = "error", *, allow: Collection[str] = (), earlier: CompileWatch | None = None
+) -> CompileGuard:
+    """Makes every compile of the process an error, a warning, or counts it, while it is open.
+
+        with watch_compiles() as watch:
+            state = step(state, first_batch)
+        with forbid_compile(earlier=watch):
+            for batch in batches:
+                state = step(state, batch)
+
+    The error is raised before XLA runs, in the thread that would compile; the call does nothing then, donated arguments stay
+    alive, and the same call compiles as usual afterwards. Calls of what is compiled already are as fast as ever. An error that
+    was raised in another thread is raised again at the end, unless another is on its way.
+
+    Args:
+        action: what a compile is: `"error"`, `"warn"` (a RuntimeWarning) or `"count"`.
+        allow: names of functions that may compile all the same.
+        earlier: a watch that saw the compiles before, so that the message can say what changed against them. Without it, or
+            for functions that it did not see, JAX's own explanation is used, which knows all of its caches but does not tell of
+            shardings, nor in all versions of static values.
+
+    Returns:
+        The context, with `count`, `by_function` and `refused`.
+
+    Raises:
+        RecompileError: in the context, for a compile.
+        StepError: for another action, or an `allow` that is no collection of names.
+    """
+    if action not in get_args(Action):
+        raise StepError(f"action must be one of {get_args(Action)}, but got {action!r}")
+    if isinstance(allow, str):
+        raise StepError(f"allow takes names of functions, as in [{allow!r}], but got {allow!r}")
+    return CompileGuard(action, frozenset(allow), () if earlier is None else earlier.events)
 
 
 def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
