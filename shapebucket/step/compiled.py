@@ -20,6 +20,7 @@ from shapebucket.step import _jax_private, inference, refusals
 from shapebucket.step.arguments import BATCH, Place, at, label_of, parameters_of, places_of, replaced, without
 from shapebucket.step.contract import Arguments, Contract, Job, static_key, variants
 from shapebucket.step.memory import device_bytes, release
+from shapebucket.step.modules import modules_among
 from shapebucket.step.recipe import Recipe
 from shapebucket.step.report import CompileReport, Executable
 from shapebucket.step.settings import named_settings
@@ -200,6 +201,9 @@ class CompiledStep:
         with self._lock:
             self._forget()
             statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._statics)
+            modules = modules_among(self._fn, args, kwargs, statics, self._donated)
+            if modules is not None:
+                args, kwargs, _ = modules.bind(args, kwargs)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
             chosen = list(variants(args, kwargs, statics))
             jobs = [Job(bucket, batch, *each) for bucket, batch in batches.items() for each in chosen]
@@ -218,6 +222,7 @@ class CompiledStep:
                 settings=named_settings(),
                 memory=self._memory_budget or device_bytes(),
                 cap=cap,
+                modules=modules,
             )
             made, notes = self._recipe.make(contract, jobs[:cap], threads, progress)
             self._contract, self._key = contract, contract.key()
@@ -243,6 +248,9 @@ class CompiledStep:
         contract = self._contract
         if contract is None:
             raise StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
+        if contract.modules is not None:
+            args, kwargs, instance = contract.modules.bind(args, kwargs)
+            return instance.update(self._run(contract, args, kwargs))
         return self._run(contract, args, kwargs)
 
     def predict(
@@ -281,8 +289,9 @@ class CompiledStep:
             raise StepError(
                 f"the step has an argument {taken[0]!r}, which predict() means for itself: give it another name"
             )
+        own = {contract.place, *(() if contract.modules is None else contract.modules.places)}
         for place in (*range(len(args)), *kwargs):
-            if place in self._donated and place != contract.place:
+            if place in self._donated and place not in own:
                 raise StepError(
                     f"predict() gives {label_of(self._fn, place)!r} to the step for each batch, but it is donated to the "
                     "first: give inference a CompiledStep without donation"
@@ -298,7 +307,8 @@ class CompiledStep:
 
         def returned() -> inference.Returned:
             held = [each for (_, key), each in self._held.items() if key == statics]
-            return {each.bucket: each.compiled.out_info for each in held if each.bucket is not None}
+            infos = {each.bucket: each.compiled.out_info for each in held if each.bucket is not None}
+            return infos if contract.modules is None else {bucket: info[0] for bucket, info in infos.items()}
 
         return inference.predict(run, returned, samples, self.plan, overlong=overlong, outputs=outputs)
 
@@ -433,4 +443,5 @@ class CompiledStep:
         self._check_arguments(contract, args, kwargs)
         batch = self._recipe.prepared(at(args, kwargs, contract.place))
         args, kwargs = replaced(args, kwargs, contract.place, batch)
-        return self._fn(*args, **kwargs)
+        fn = self._fn if contract.modules is None else contract.modules.pure(self._fn)
+        return fn(*args, **kwargs)

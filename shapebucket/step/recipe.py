@@ -36,7 +36,7 @@ class Recipe:
     """
 
     fn: Callable[..., Any]
-    jit: Callable[[Callable[..., Any]], Any]
+    jit: functools.partial[Any]
     prepare: Callable[[Any], Any] | None
     sharding: Any
     carry: frozenset[Place]
@@ -90,21 +90,24 @@ class Recipe:
 
     def _traced(self, contract: Contract, job: Job) -> tuple[Callable[[], Executable], list[str]]:
         """Traces and lowers the step for a batch; returns what compiles it, which any thread may do, and notes."""
+        modules = contract.modules
+        fn, jit = (self.fn, self.jit) if modules is None else (modules.pure(self.fn), modules.jit(self.jit))
 
         # A function of its own for each bucket: JAX's caches keep the executables of one function alive together.
-        @functools.wraps(self.fn)
+        @functools.wraps(fn)
         def own(*args: Any, **kwargs: Any) -> Any:
-            return self.fn(*args, **kwargs)
+            return fn(*args, **kwargs)
 
         started = time.perf_counter()
         where = f"shapebucket: while compiling the step for {job.bucket or 'a batch of no bucket'}"
         prepared = self.prepared(job.batch, _refuse_64_bits)
         args, kwargs = replaced(job.args, job.kwargs, contract.place, prepared)
         try:
-            traced = self.jit(own).trace(*args, **kwargs)
-            carried = self._carried(contract, job, traced.in_avals)
-            returned = Returned(carried, traced.out_avals)
-            weak = self._check_drift(job, carried, returned, traced.out_avals)
+            traced = jit(own).trace(*args, **kwargs)
+            result = traced.out_avals
+            carried = self._carried(contract, job, traced.in_avals, result)
+            returned = Returned(carried, result) if modules is None else modules.returned(carried, result)
+            weak = self._check_drift(job, carried, returned, result)
             lowered = traced.lower()
         except Exception as error:
             error.add_note(where)
@@ -118,7 +121,8 @@ class Recipe:
             except Exception as error:
                 error.add_note(where)
                 raise
-            self._check_shardings(contract, job, carried, returned, compiled)
+            taken = self._carried(contract, job, compiled.input_shardings, result)
+            _check_shardings(job, carried, taken, returned, compiled)
             return Executable(
                 job.bucket,
                 {path: spec.shape for path, spec in specs_of(job.batch).items()},
@@ -130,8 +134,11 @@ class Recipe:
 
         return finish, weak
 
-    def _carried(self, contract: Contract, job: Job, dynamic: Any) -> dict[str, Any]:
-        """Returns the part of each carried argument in what stands for the dynamic arguments, by its name."""
+    def _carried(self, contract: Contract, job: Job, dynamic: Any, result: Any) -> dict[str, Any]:
+        """Returns the part of each carried argument in what stands for the dynamic arguments, by its name.
+
+        Modules are always carried, and what the step does not change of them is left out.
+        """
         args, kwargs = dynamic
         places = [index for index in range(len(job.args)) if index not in contract.statics]
         given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
@@ -142,7 +149,10 @@ class Recipe:
             raise StepError(
                 f"carry names {unknown[0]!r}, which is no argument that compile() was given beside the batch"
             )
-        return {label_of(self.fn, place): value for place, value in given.items() if place in self.carry}
+        modules = contract.modules
+        places = self.carry if modules is None else self.carry.union(modules.places)
+        found = {label_of(self.fn, place): value for place, value in given.items() if place in places}
+        return found if modules is None else modules.only_changed(found, result)
 
     def _check_drift(self, job: Job, carried: Mapping[str, Any], returned: Returned, result: Any) -> list[str]:
         """Raises DriftError if a carried argument comes back as another; returns notes."""
@@ -163,21 +173,16 @@ class Recipe:
             raise _drift(job, lines)
         return [f"harmless here, but jit would compile twice: {line}" for line in weak]
 
-    def _check_shardings(
-        self,
-        contract: Contract,
-        job: Job,
-        carried: Mapping[str, Any],
-        returned: Returned,
-        compiled: jax.stages.Compiled,
-    ) -> None:
-        """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
-        taken = self._carried(contract, job, compiled.input_shardings)
-        lines: list[str] = []
-        for name, avals in carried.items():
-            lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
-        if lines:
-            raise _drift(job, lines)
+
+def _check_shardings(
+    job: Job, carried: Mapping[str, Any], taken: Mapping[str, Any], returned: Returned, compiled: jax.stages.Compiled
+) -> None:
+    """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
+    lines: list[str] = []
+    for name, avals in carried.items():
+        lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
+    if lines:
+        raise _drift(job, lines)
 
 
 def _drift(job: Job, lines: list[str]) -> DriftError:
