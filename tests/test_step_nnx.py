@@ -219,6 +219,51 @@ def test_a_variable_or_a_layer_put_in_another_place_is_followed():
     np.testing.assert_allclose(model.layers[0].kernel[...], 2 * kernel)
 
 
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A container of a type of its own, to be changed in place."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def tree_flatten(self):
+        return (self.held,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_variable_put_into_a_container_is_followed():
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.listed = nnx.data([nnx.Param(jnp.ones(())), (nnx.Param(jnp.ones(())),)])
+            self.named = nnx.data({"a": {"b": nnx.Param(jnp.ones(()))}})
+            self.boxed = nnx.data(Box(nnx.Param(jnp.ones(()))))
+            self.state = nnx.data(nnx.State({"a": {"b": nnx.Param(jnp.ones(()))}}))
+
+    def variables(model):
+        return [model.listed[0], model.named["a"]["b"], model.boxed.held, model.state["a"]["b"]]
+
+    def fn(model, batch):
+        for each in variables(model):
+            each[...] = each[...] * 2
+        return batch["x"].sum()
+
+    model = Holder()
+    step = compiled(fn, model)
+    step(model, batch_of(2))
+    assert [float(each[...]) for each in variables(model)] == [2, 2, 2, 2]
+    old = variables(model)
+    model.listed[0] = nnx.Param(jnp.float32(2))
+    model.named["a"]["b"] = nnx.Param(jnp.float32(2))
+    model.boxed.held = nnx.Param(jnp.float32(2))
+    model.state["a"]["b"] = nnx.Param(jnp.float32(2))
+    step(model, batch_of(8))
+    assert [float(each[...]) for each in variables(model)] == [4, 4, 4, 4]
+    assert [float(each[...]) for each in old] == [2, 2, 2, 2]
+
+
 def test_another_structure_is_refused_by_path():
     model, _ = make()
     step = compiled(scale, model)
