@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OverlongError,
         PlanError,
         ProcessError,
+        RecompileError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset
-    from shapebucket.loading.lockstep import LockstepIterDataset
+    from shapebucket.loading.lockstep import LockstepIterDataset, LockstepReport
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
+        MeasuredCost,
         PolynomialCost,
         TableCost,
         count_steps,
@@ -44,8 +46,19 @@ if TYPE_CHECKING:
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
-    from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
-    from shapebucket.watch import CompileCounter
+    from shapebucket.step import (
+        BATCH,
+        BatchSizeFit,
+        CompiledStep,
+        CompileReport,
+        Cost,
+        Executable,
+        FittedBucket,
+        OneOf,
+        fit_batch_sizes,
+        measure_costs,
+    )
+    from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
@@ -58,6 +71,7 @@ _MODULES = {
         "OverlongError",
         "PlanError",
         "ProcessError",
+        "RecompileError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
@@ -70,10 +84,11 @@ _MODULES = {
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset"),
-    "loading.lockstep": ("LockstepIterDataset",),
+    "loading.lockstep": ("LockstepIterDataset", "LockstepReport"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
+        "MeasuredCost",
         "PolynomialCost",
         "TableCost",
         "count_steps",
@@ -83,14 +98,26 @@ _MODULES = {
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
-    "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
-    "watch": ("CompileCounter",),
+    "step": (
+        "BATCH",
+        "BatchSizeFit",
+        "CompileReport",
+        "CompiledStep",
+        "Cost",
+        "Executable",
+        "FittedBucket",
+        "OneOf",
+        "fit_batch_sizes",
+        "measure_costs",
+    ),
+    "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BATCH",
     "ArraySpec",
+    "BatchSizeFit",
     "Bucket",
     "BucketPlan",
     "BucketedIterDataset",
@@ -104,6 +131,7 @@ __all__ = [
     "ElasticIterDataset",
     "Executable",
     "Feature",
+    "FittedBucket",
     "Layout",
     "LayoutError",
     "LengthHistogram",
@@ -111,6 +139,8 @@ __all__ = [
     "LengthsError",
     "LoaderReport",
     "LockstepIterDataset",
+    "LockstepReport",
+    "MeasuredCost",
     "MissingExtraError",
     "OneOf",
     "OverlongError",
@@ -118,6 +148,7 @@ __all__ = [
     "PlanReport",
     "PolynomialCost",
     "ProcessError",
+    "RecompileError",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -127,16 +158,20 @@ __all__ = [
     "StepError",
     "TableCost",
     "count_steps",
+    "fit_batch_sizes",
+    "forbid_compile",
     "from_tf_boundaries",
     "length_mask",
     "load_lengths",
     "make_global",
     "measure",
+    "measure_costs",
     "pad",
     "plan_buckets",
     "plan_by_rule",
     "to_tf_boundaries",
     "unpad",
+    "watch_compiles",
 ]
 
 

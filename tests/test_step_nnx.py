@@ -219,6 +219,17 @@ def test_a_variable_or_a_layer_put_in_another_place_is_followed():
     np.testing.assert_allclose(model.layers[0].kernel[...], 2 * kernel)
 
 
+def test_batch_sizes_and_costs_are_found_for_modules_which_are_left_alone():
+    model, _ = make()
+    before = leaves_of(model)
+    fit = sb.fit_batch_sizes(scale, PLAN, 10**5, model, sb.BATCH, progress=False, max_batch_size=64, donate_argnums=0)
+    assert [bucket.batch_size for bucket in fit.plan.buckets] == [64, 64]
+    for by in ("seconds", "flops"):
+        cost = sb.measure_costs(scale, PLAN, model, sb.BATCH, by=by, rounds=2, progress=False, donate_argnums=0)
+        assert all(each > 0 for each in cost.costs)
+    assert_equal(leaves_of(model), before)
+
+
 @jax.tree_util.register_pytree_node_class
 class Box:
     """A container of a type of its own, to be changed in place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from shapebucket.errors import SignatureError, StepError
 from shapebucket.loader_report import Overlong
 from shapebucket.padding import pad
 from shapebucket.step import _jax_private, inference, refusals
-from shapebucket.step.arguments import BATCH, Place, at, label_of, parameters_of, places_of, replaced, without
+from shapebucket.step.arguments import at, label_of, parameters_of, place_of_batch, replaced, without
 from shapebucket.step.contract import Arguments, Contract, Job, static_key, variants
 from shapebucket.step.memory import device_bytes, release
 from shapebucket.step.modules import modules_among
@@ -109,8 +108,6 @@ class CompiledStep:
         """
         if not isinstance(plan, BucketPlan):
             raise StepError(f"CompiledStep takes a BucketPlan after the function, but got {type(plan).__name__}")
-        if hasattr(fn, "lower") and hasattr(fn, "trace"):
-            raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
         if on_miss not in ("error", "compile", "evict"):
             raise StepError(f'on_miss is {on_miss!r}; it may be "error", "compile" or "evict"')
         if strict not in (None, "weak_type"):
@@ -123,26 +120,19 @@ class CompiledStep:
             )
         self.plan = plan
         self._fn = fn
-        shardings = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-        jit = functools.partial(
-            jax.jit,
+        self._recipe = Recipe.of(
+            fn,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
-            **{name: value for name, value in shardings.items() if value is not None},
-        )
-        self._donated = places_of(fn, donate_argnums, donate_argnames)
-        self._recipe = Recipe(
-            fn,
-            jit,
-            prepare,
-            batch_sharding,
-            carry=self._donated if carry is None else places_of(fn, None, carry),
-            carry_is_told=carry is not None,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            prepare=prepare,
+            batch_sharding=batch_sharding,
+            carry=carry,
             weak_types=strict == "weak_type",
         )
-        self._statics = places_of(fn, static_argnums, static_argnames)
         self._on_miss: OnMiss = on_miss
         self._max_executables = max_executables
         self._memory_budget = memory_budget
@@ -192,16 +182,13 @@ class CompiledStep:
             Exception: what tracing and compiling the function raises, with the bucket in a note.
         """
         started = time.perf_counter()
-        places: list[Place] = [index for index, value in enumerate(args) if value is BATCH]
-        places += [name for name, value in kwargs.items() if value is BATCH]
-        if len(places) != 1:
-            raise StepError(f"compile() needs BATCH in the batch's place, once; it stands in {places or 'none'}")
+        place = place_of_batch("compile()", args, kwargs)
         if threads is not None and threads < 1:
             raise StepError(f"compile() got threads={threads}; it needs at least one")
         with self._lock:
             self._forget()
-            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._statics)
-            modules = modules_among(self._fn, args, kwargs, statics, self._donated)
+            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._recipe.statics)
+            modules = modules_among(self._fn, args, kwargs, statics, self._recipe.donated)
             if modules is not None:
                 args, kwargs, _ = modules.bind(args, kwargs)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
@@ -214,7 +201,7 @@ class CompiledStep:
                     'would take: say on_miss="evict", or plan fewer buckets'
                 )
             contract = Contract(
-                place=places[0],
+                place=place,
                 statics=statics,
                 paths=tuple(telling_leaves(list(batches.values()))),
                 buckets={signature_of(batch): bucket for bucket, batch in batches.items()},
@@ -291,7 +278,7 @@ class CompiledStep:
             )
         own = {contract.place, *(() if contract.modules is None else contract.modules.places)}
         for place in (*range(len(args)), *kwargs):
-            if place in self._donated and place not in own:
+            if place in self._recipe.donated and place not in own:
                 raise StepError(
                     f"predict() gives {label_of(self._fn, place)!r} to the step for each batch, but it is donated to the "
                     "first: give inference a CompiledStep without donation"
