@@ -16,7 +16,7 @@ import numpy as np
 
 from shapebucket.tables import render
 
-PACKAGES = ("shapebucket", "numpy", "jax", "jaxlib", "grain")
+PACKAGES = ("shapebucket", "numpy", "jax", "jaxlib", "grain", "flax")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The compiled step: what a call costs over its executable and against plain jit, and what compiling ahead costs.
 
-A call is compared with the right executable called directly and with plain jit on the same arguments; compiling in threads with
+A call is compared with the right executable called directly and with plain jit on the same arguments, one with
+a flax.nnx module with nnx.jit; compiling in threads with
 one after another; a restart that finds its programs in JAX's persistent compilation cache with one that does not.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from harness import Result, interleave, main, result
 
 import shapebucket as sb
@@ -66,6 +68,40 @@ def dispatch(quick: bool) -> list[Result]:
             )
         )
     return results
+
+
+class _Layers(nnx.Module):
+    """Fifty layers of two variables each."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(1, 1, rngs=nnx.Rngs(0)) for _ in range(50)])
+
+
+def _touch(model: _Layers, batch: dict) -> jax.Array:
+    """Updates every variable of a module in place, and computes next to nothing."""
+    one = batch["tokens"][0, 0]
+    for layer in model.layers:
+        layer.kernel[...] = layer.kernel[...] + one
+        layer.bias[...] = layer.bias[...] + one
+    return one
+
+
+def modules(quick: bool) -> list[Result]:
+    """A flax.nnx module against nnx.jit of the same function."""
+    plan = sb.BucketPlan(sb.Layout({"tokens": "float32[s]"}), [sb.Bucket((("s", size),), 2) for size in (4, 8)])
+    batch = jax.device_put(sb.pad([], plan.buckets[0], plan))
+    ours, theirs = _Layers(), _Layers()
+    step = sb.CompiledStep(_touch, plan)
+    step.compile(ours, sb.BATCH, progress=False)
+    jitted = nnx.jit(_touch)
+
+    def loop(run, model) -> None:
+        for _ in range(20 if quick else 200):
+            run(model, batch)
+        jax.block_until_ready(model.layers[0].kernel[...])
+
+    seconds = interleave({"step": lambda: loop(step, ours), "nnx": lambda: loop(jitted, theirs)}, 3 if quick else 7)
+    return [result("nnx_jit/step seconds ratio, 100 leaves", seconds["nnx"] / seconds["step"], target=3.0)]
 
 
 def transformer(quick: bool) -> tuple[sb.CompiledStep, object]:
@@ -124,7 +160,7 @@ def restarting(quick: bool) -> list[Result]:
 
 
 def measure(quick: bool) -> list[Result]:
-    return [*dispatch(quick), *compiling(quick), *restarting(quick)]
+    return [*dispatch(quick), *modules(quick), *compiling(quick), *restarting(quick)]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import StepError
 from shapebucket.step.arguments import Place, parameters_of, place_of_batch, replaced
 from shapebucket.step.contract import Arguments, variants
+from shapebucket.step.modules import Modules, modules_among
 from shapebucket.step.recipe import Recipe
 
 OPTIONS = (
@@ -36,7 +37,8 @@ class Probes:
         plan: says what a batch is.
         place: of the batch.
         statics: the places of the static arguments that were given.
-        variants: the arguments, with each combination of the static values.
+        variants: the arguments, with each combination of the static values, and arrays in the place of modules.
+        modules: the flax.nnx modules among the arguments; None where there are none.
     """
 
     recipe: Recipe
@@ -44,6 +46,7 @@ class Probes:
     place: Place
     statics: tuple[Place, ...]
     variants: tuple[Arguments, ...]
+    modules: Modules | None
 
     @classmethod
     def of(
@@ -76,7 +79,10 @@ class Probes:
         kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         place = place_of_batch(caller, args, kwargs)
         statics = tuple(each for each in (*range(len(args)), *kwargs) if each in recipe.statics)
-        return cls(recipe, plan, place, statics, tuple(variants(args, kwargs, statics)))
+        modules = modules_among(fn, args, kwargs, statics, recipe.donated)
+        if modules is not None:
+            args, kwargs, _ = modules.bind(args, kwargs)
+        return cls(recipe, plan, place, statics, tuple(variants(args, kwargs, statics)), modules)
 
     def compile(self, bucket: Bucket, variant: Arguments, batch: Any = None) -> jax.stages.Compiled | None:
         """Compiles the step for one batch, which need not be one of the plan.
@@ -92,7 +98,7 @@ class Probes:
         try:
             batch = self.recipe.abstract(self.plan, bucket) if batch is None else batch
             args, kwargs = replaced(*variant, self.place, batch)
-            return self.recipe.jitted().trace(*args, **kwargs).lower().compile()
+            return self.recipe.jitted(self.modules).trace(*args, **kwargs).lower().compile()
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
                 return None  # TPUs and GPUs lay the memory out at compile time
