@@ -196,7 +196,7 @@ def test_two_axes_are_measured_on_a_grid():
             "'state' is a ShapeDtypeStruct, which cannot run: give",
         ),
         ((sb.OneOf(1, 2), sb.BATCH), {"static_argnums": 0}, "takes one value of each static argument"),
-        ((STATE,), {}, r"measure_costs\(\) needs BATCH in the batch's place, once"),
+        ((STATE,), {}, r"measure_costs\(\) needs BATCH in the batch's place"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(args, options, message):

@@ -212,7 +212,7 @@ def test_the_plan_is_the_same_but_for_the_rows():
         ),
         ((1.5, sb.BATCH), {}, r"memory_budget must be a whole number of at least 1, but got 1.5"),
         ((1000, sb.BATCH), {"max_batch_size": 1}, "max_batch_size 1 is below the plan's batch_multiple_of 2"),
-        ((1000,), {}, r"fit_batch_sizes\(\) needs BATCH in the batch's place, once; it stands in none"),
+        ((1000,), {}, r"fit_batch_sizes\(\) needs BATCH in the batch's place; it stands in none"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(args, options, message):

@@ -341,10 +341,8 @@ def test_a_failed_compile_leaves_no_executables_and_says_so(step, batches):
 def test_a_step_used_out_of_order_is_refused(token_plan, batches, step):
     with pytest.raises(sb.StepError, match=r"no executables yet: call compile\(state, BATCH\)"):
         sb.CompiledStep(total, token_plan)(0, batches[0])
-    with pytest.raises(sb.StepError, match="compile.. needs BATCH in the batch's place, once; it stands in none"):
+    with pytest.raises(sb.StepError, match="compile.. needs BATCH in the batch's place; it stands in none"):
         step.compile(jnp.zeros(()), batches[0])
-    with pytest.raises(sb.StepError, match=r"it stands in \[0, 1\]"):
-        step.compile(sb.BATCH, sb.BATCH)
     with pytest.raises(
         sb.SignatureError, match="compiled with the batch as argument 1, but was called with 1 positional"
     ):

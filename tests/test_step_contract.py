@@ -460,6 +460,32 @@ def test_a_bucket_that_does_not_fit_fails_at_compile_by_name():
     assert "of 953.7 (0%)" in str(report)
 
 
+def test_several_batches_are_of_one_bucket():
+    def fn(state, left, *, right):
+        return state + left["x"].sum() + 10 * right["x"].sum()
+
+    step = sb.CompiledStep(fn, PLAN, donate_argnums=0)
+    step.compile(jnp.float32(0), sb.BATCH, right=sb.BATCH, progress=False)
+    assert len(step.executables) == 2
+    for size in (2, 8):
+        assert float(step(jnp.float32(1), of_length(size), right=of_length(size))) == 1 + 44 * size
+    state = jnp.float32(1)
+    with pytest.raises(sb.SignatureError, match="the batches of a call must be of one bucket") as caught:
+        step(state, of_length(2), right=of_length(8))
+    assert caught.value.differences == ["left is of [4 × s=2]", "right is of [4 × s=8]"]
+    with pytest.raises(sb.SignatureError, match=r"the batch 'right' is of no bucket.*nearest is \[4 × s=2\]"):
+        step(state, of_length(2), right=of_length(3))
+    assert not state.is_deleted()
+    with jax.disable_jit():
+        assert float(step(state, of_length(2), right=of_length(2))) == 89
+    with pytest.raises(sb.StepError, match=r"predict\(\) is for steps of one batch, but this one takes 2"):
+        step.predict(state, [], right=[])
+    prepared = sb.CompiledStep(fn, PLAN, prepare=lambda batch: {**batch, "x": batch["x"] * 2}, on_miss="evict")
+    prepared.compile(jnp.float32(0), sb.BATCH, right=sb.BATCH, progress=False)
+    assert float(prepared(jnp.float32(1), of_length(2), right=of_length(3))) == 1 + 2 * (8 + 120)
+    assert len(prepared.executables) == 2
+
+
 def of_length(size):
     return {"x": np.ones((4, size), np.float32), "s_mask": np.ones((4, size), bool), "example_mask": np.ones(4, bool)}
 

@@ -19,7 +19,7 @@ class _Batch:
 
 
 BATCH: Final = _Batch()
-"""Marks the batch's place among the arguments of `CompiledStep.compile`."""
+"""Marks the batch's place among the arguments of `CompiledStep.compile`; or those of several batches of one bucket."""
 
 
 @dataclass(frozen=True, init=False)
@@ -79,17 +79,16 @@ def label_of(fn: Callable[..., Any], place: Place) -> str:
     return names[place] if place < len(names) else f"argument {place}"
 
 
-def place_of_batch(caller: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place:
+def places_of_batch(caller: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Place, ...]:
     """Returns where `BATCH` stands.
 
     Raises:
-        StepError: naming the caller, if it stands nowhere or twice.
+        StepError: naming the caller, if it stands nowhere.
     """
-    places: list[Place] = [index for index, value in enumerate(args) if value is BATCH]
-    places += [name for name, value in kwargs.items() if value is BATCH]
-    if len(places) != 1:
-        raise StepError(f"{caller} needs BATCH in the batch's place, once; it stands in {places or 'none'}")
-    return places[0]
+    places = tuple(place for place in (*range(len(args)), *kwargs) if at(args, kwargs, place) is BATCH)
+    if not places:
+        raise StepError(f"{caller} needs BATCH in the batch's place; it stands in none")
+    return places
 
 
 def at(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place) -> Any:
@@ -118,3 +117,12 @@ def replaced(
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: value}
+
+
+def filled(
+    args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place], values: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with other values at several places."""
+    for place, value in zip(places, values, strict=True):
+        args, kwargs = replaced(args, kwargs, place, value)
+    return args, kwargs

@@ -16,7 +16,7 @@ from shapebucket.errors import SignatureError, StepError
 from shapebucket.loader_report import Overlong
 from shapebucket.padding import pad
 from shapebucket.step import _jax_private, inference, refusals
-from shapebucket.step.arguments import at, label_of, parameters_of, place_of_batch, replaced, without
+from shapebucket.step.arguments import at, filled, label_of, parameters_of, places_of_batch, replaced, without
 from shapebucket.step.contract import Arguments, Contract, Job, static_key, variants
 from shapebucket.step.memory import device_bytes, release
 from shapebucket.step.modules import modules_among
@@ -163,8 +163,9 @@ class CompiledStep:
         they come.
 
         Args:
-            *args: the arguments of the step, as it will be called, with `BATCH` in the batch's place. Arrays, or
-                `jax.ShapeDtypeStruct`s; they are not consumed. A static argument may be `OneOf` several values.
+            *args: the arguments of the step, as it will be called, with `BATCH` in the batch's place, or in those of several
+                batches, which are of one bucket at each call. Arrays, or `jax.ShapeDtypeStruct`s; they are not consumed. A
+                static argument may be `OneOf` several values.
             progress: whether to show a progress bar on standard error.
             threads: how many programs XLA compiles at a time: as many as there are cores, if not given. Tracing goes on one
                 after another, in this thread.
@@ -174,7 +175,7 @@ class CompiledStep:
             Seconds, flops and bytes of each executable.
 
         Raises:
-            StepError: if `BATCH` is not among the arguments exactly once, or a batch has 64-bit numbers, which JAX would
+            StepError: if `BATCH` is not among the arguments, or a batch has 64-bit numbers, which JAX would
                 silently cut to 32 bits without `jax_enable_x64`.
             DriftError: if the step returns a carried argument with another tree, shape, dtype or sharding than it takes.
             BudgetError: if a bucket needs more memory than there is.
@@ -182,7 +183,7 @@ class CompiledStep:
             Exception: what tracing and compiling the function raises, with the bucket in a note.
         """
         started = time.perf_counter()
-        place = place_of_batch("compile()", args, kwargs)
+        places = places_of_batch("compile()", args, kwargs)
         if threads is not None and threads < 1:
             raise StepError(f"compile() got threads={threads}; it needs at least one")
         with self._lock:
@@ -193,7 +194,7 @@ class CompiledStep:
                 args, kwargs, _ = modules.bind(args, kwargs)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
             chosen = list(variants(args, kwargs, statics))
-            jobs = [Job(bucket, batch, *each) for bucket, batch in batches.items() for each in chosen]
+            jobs = [Job(bucket, (batch,) * len(places), *each) for bucket, batch in batches.items() for each in chosen]
             cap = self._max_executables or len(jobs)
             if cap < len(jobs) and self._on_miss == "error":
                 raise StepError(
@@ -201,10 +202,10 @@ class CompiledStep:
                     'would take: say on_miss="evict", or plan fewer buckets'
                 )
             contract = Contract(
-                place=place,
+                places=places,
                 statics=statics,
                 paths=tuple(telling_leaves(list(batches.values()))),
-                buckets={signature_of(batch): bucket for bucket, batch in batches.items()},
+                buckets={signature_of((batch,) * len(places)): bucket for bucket, batch in batches.items()},
                 configuration=_configuration(),
                 settings=named_settings(),
                 memory=self._memory_budget or device_bytes(),
@@ -276,7 +277,10 @@ class CompiledStep:
             raise StepError(
                 f"the step has an argument {taken[0]!r}, which predict() means for itself: give it another name"
             )
-        own = {contract.place, *(() if contract.modules is None else contract.modules.places)}
+        if len(contract.places) != 1:
+            raise StepError(f"predict() is for steps of one batch, but this one takes {len(contract.places)}")
+        (place_of_batch,) = contract.places
+        own = {place_of_batch, *(() if contract.modules is None else contract.modules.places)}
         for place in (*range(len(args)), *kwargs):
             if place in self._recipe.donated and place not in own:
                 raise StepError(
@@ -284,12 +288,12 @@ class CompiledStep:
                     "first: give inference a CompiledStep without donation"
                 )
         try:
-            samples, statics = at(args, kwargs, contract.place), static_key(contract.statics, args, kwargs)
+            samples, statics = at(args, kwargs, place_of_batch), static_key(contract.statics, args, kwargs)
         except (IndexError, KeyError):
             raise refusals.other_place(contract, args, kwargs) from None
 
         def run(batch: dict[str, Any]) -> Any:
-            called = replaced(args, kwargs, contract.place, batch)
+            called = replaced(args, kwargs, place_of_batch, batch)
             return self(*called[0], **called[1])
 
         def returned() -> inference.Returned:
@@ -344,7 +348,7 @@ class CompiledStep:
         self._key: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
     def _hold(self, contract: Contract, job: Job, executable: Executable) -> None:
-        args, kwargs = replaced(job.args, job.kwargs, contract.place, job.batch)
+        args, kwargs = filled(job.args, job.kwargs, contract.places, job.batches)
         self._held = {**self._held, contract.signature(args, kwargs): executable}
         self._dispatch = {self._key(args, kwargs): executable, **self._dispatch}
 
@@ -353,9 +357,12 @@ class CompiledStep:
         self._dispatch = {key: each for key, each in self._dispatch.items() if each not in executables}
 
     def _passed(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Returns what an executable takes for a call: the batch prepared, without the static arguments."""
-        batch = self._recipe.prepared(at(args, kwargs, contract.place))
-        return without(contract.statics, *replaced(args, kwargs, contract.place, batch))
+        """Returns what an executable takes for a call: the batches prepared, without the static arguments."""
+        return without(contract.statics, *self._with_prepared(contract, args, kwargs))
+
+    def _with_prepared(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        batches = [self._recipe.prepared(batch) for batch in contract.batches(args, kwargs)]
+        return filled(args, kwargs, contract.places, batches)
 
     def _missed(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """Returns the executable for a call that the dispatch does not know, or raises what is wrong with it."""
@@ -390,8 +397,8 @@ class CompiledStep:
                     raise error
                 self._drop(self.executables[: len(self._held) - contract.cap + 1])
                 release()
-            batch = at(args, kwargs, contract.place)
-            job = Job(contract.buckets.get(signature_of(batch)), batch, args, kwargs)
+            batches = contract.batches(args, kwargs)
+            job = Job(contract.buckets.get(signature_of(batches)), batches, args, kwargs)
             (made,), _ = self._recipe.make(contract, [job], 1, progress=False)
             self._hold(contract, job, made)
             count = len(self._held)
@@ -403,7 +410,8 @@ class CompiledStep:
         for held in self._held.values():
             passed = without(contract.statics, args, kwargs)
             found = argument_differences(self._fn, held.compiled, *passed, contract.statics)
-            found.pop(label_of(self._fn, contract.place), None)
+            for place in contract.places:
+                found.pop(label_of(self._fn, place), None)
             if found:
                 raise refusals.other_arguments(found)
             return  # they all take the same
@@ -428,7 +436,6 @@ class CompiledStep:
         if self._on_miss == "error":
             self._missed(contract, args, kwargs)
         self._check_arguments(contract, args, kwargs)
-        batch = self._recipe.prepared(at(args, kwargs, contract.place))
-        args, kwargs = replaced(args, kwargs, contract.place, batch)
+        args, kwargs = self._with_prepared(contract, args, kwargs)
         fn = self._fn if contract.modules is None else contract.modules.pure(self._fn)
         return fn(*args, **kwargs)

@@ -22,10 +22,10 @@ class Contract:
     """What `compile` was told, and each later call is held to.
 
     Attributes:
-        place: of the batch.
+        places: of the batch, or of several, which are of one bucket at each call.
         statics: the places of the static arguments that were given.
         paths: of the leaves of a batch whose shapes tell its bucket.
-        buckets: by the signature of their batches.
+        buckets: by the signature of their batches, as many as there are places.
         configuration: JAX's settings then.
         settings: the same, by name.
         memory: what a device may hold, in bytes; None where unknown.
@@ -33,7 +33,7 @@ class Contract:
         modules: the flax.nnx modules among the arguments; None where there are none.
     """
 
-    place: Place
+    places: tuple[Place, ...]
     statics: tuple[Place, ...]
     paths: tuple[tuple[str, ...], ...]
     buckets: Mapping[Signature, Bucket]
@@ -43,13 +43,20 @@ class Contract:
     cap: int
     modules: Modules | None = None
 
+    def batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Returns the batches of a call."""
+        return tuple([at(args, kwargs, place) for place in self.places])
+
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """Returns all that decides on an executable: the batch's tree, shapes and dtypes, and the static values."""
-        return (signature_of(at(args, kwargs, self.place)), static_key(self.statics, args, kwargs))
+        """Returns all that decides on an executable: the trees, shapes and dtypes of the batches, and the static values."""
+        return (signature_of(self.batches(args, kwargs)), static_key(self.statics, args, kwargs))
 
     def key(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Hashable]:
-        """Returns a function from a call's arguments to what a dispatch looks up: cheap, and enough to tell the buckets."""
-        place, paths, statics = self.place, self.paths, self.statics
+        """Returns a function from a call's arguments to what a dispatch looks up: cheap, and enough to tell the buckets.
+
+        It looks at the first batch alone; an executable checks the others.
+        """
+        place, paths, statics = self.places[0], self.paths, self.statics
         if isinstance(place, int) and not statics and len(paths) == 1 and len(paths[0]) == 1:  # by far the most
             name = paths[0][0]
             return lambda args, kwargs: args[place][name].shape  # noqa: ARG005
@@ -64,10 +71,10 @@ class Contract:
 
 @dataclass(frozen=True)
 class Job:
-    """One executable to be made: the arguments, with a batch that stands for all of its shape."""
+    """One executable to be made: the arguments, with batches that stand for all of their shape."""
 
     bucket: Bucket | None
-    batch: Any
+    batches: tuple[Any, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

@@ -16,7 +16,7 @@ from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, StepError
 from shapebucket.padding import pad
 from shapebucket.planner.measured import MeasuredCost
-from shapebucket.step.arguments import label_of, replaced, without
+from shapebucket.step.arguments import filled, label_of, without
 from shapebucket.step.contract import Arguments
 from shapebucket.step.memory import release
 from shapebucket.step.probes import Probes
@@ -172,7 +172,7 @@ def _call(probes: Probes, bucket: Bucket, variant: Arguments, done: Callable[[Bu
     recipe, statics = probes.recipe, probes.statics
     batch = jax.device_put(recipe.prepared(_full(probes.plan, bucket)))
     compiled = _compiled(probes, bucket, variant, batch)
-    args, kwargs = replaced(*variant, probes.place, batch)
+    args, kwargs = filled(*variant, probes.places, [batch] * len(probes.places))
 
     def run() -> float:
         fresh = (

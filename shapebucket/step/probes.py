@@ -10,7 +10,7 @@ import jax
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import StepError
-from shapebucket.step.arguments import Place, parameters_of, place_of_batch, replaced
+from shapebucket.step.arguments import Place, filled, parameters_of, places_of_batch
 from shapebucket.step.contract import Arguments, variants
 from shapebucket.step.modules import Modules, modules_among
 from shapebucket.step.recipe import Recipe
@@ -35,7 +35,7 @@ class Probes:
     Attributes:
         recipe: the step with its options.
         plan: says what a batch is.
-        place: of the batch.
+        places: of the batch, or of several of one bucket.
         statics: the places of the static arguments that were given.
         variants: the arguments, with each combination of the static values, and arrays in the place of modules.
         modules: the flax.nnx modules among the arguments; None where there are none.
@@ -43,7 +43,7 @@ class Probes:
 
     recipe: Recipe
     plan: BucketPlan
-    place: Place
+    places: tuple[Place, ...]
     statics: tuple[Place, ...]
     variants: tuple[Arguments, ...]
     modules: Modules | None
@@ -77,12 +77,12 @@ class Probes:
                 )
         recipe = Recipe.of(fn, **{name: value for name, value in kwargs.items() if name in OPTIONS})
         kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-        place = place_of_batch(caller, args, kwargs)
+        places = places_of_batch(caller, args, kwargs)
         statics = tuple(each for each in (*range(len(args)), *kwargs) if each in recipe.statics)
         modules = modules_among(fn, args, kwargs, statics, recipe.donated)
         if modules is not None:
             args, kwargs, _ = modules.bind(args, kwargs)
-        return cls(recipe, plan, place, statics, tuple(variants(args, kwargs, statics)), modules)
+        return cls(recipe, plan, places, statics, tuple(variants(args, kwargs, statics)), modules)
 
     def compile(self, bucket: Bucket, variant: Arguments, batch: Any = None) -> jax.stages.Compiled | None:
         """Compiles the step for one batch, which need not be one of the plan.
@@ -97,7 +97,7 @@ class Probes:
         """
         try:
             batch = self.recipe.abstract(self.plan, bucket) if batch is None else batch
-            args, kwargs = replaced(*variant, self.place, batch)
+            args, kwargs = filled(*variant, self.places, [batch] * len(self.places))
             return self.recipe.jitted(self.modules).trace(*args, **kwargs).lower().compile()
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):

@@ -15,7 +15,7 @@ import jax
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, DriftError, StepError
 from shapebucket.padding import pad
-from shapebucket.step.arguments import Place, at, label_of, places_of, replaced
+from shapebucket.step.arguments import Place, at, filled, label_of, places_of
 from shapebucket.step.contract import Contract, Job
 from shapebucket.step.drift import Returned, explained, sharding_drift, signature_drift
 from shapebucket.step.modules import Modules
@@ -168,8 +168,8 @@ class Recipe:
         modules = contract.modules
         started = time.perf_counter()
         where = f"shapebucket: while compiling the step for {job.bucket or 'a batch of no bucket'}"
-        prepared = self.prepared(job.batch, _refuse_64_bits)
-        args, kwargs = replaced(job.args, job.kwargs, contract.place, prepared)
+        prepared = [self.prepared(batch, _refuse_64_bits) for batch in job.batches]
+        args, kwargs = filled(job.args, job.kwargs, contract.places, prepared)
         try:
             traced = self.jitted(modules).trace(*args, **kwargs)
             result = traced.out_avals
@@ -193,7 +193,7 @@ class Recipe:
             _check_shardings(job, carried, taken, returned, compiled)
             return Executable(
                 job.bucket,
-                {path: spec.shape for path, spec in specs_of(job.batch).items()},
+                {path: spec.shape for path, spec in specs_of(job.batches[0]).items()},
                 {label_of(self.fn, place): at(job.args, job.kwargs, place) for place in contract.statics},
                 compiled,
                 tracing + time.perf_counter() - started,
@@ -210,7 +210,8 @@ class Recipe:
         args, kwargs = dynamic
         places = [index for index in range(len(job.args)) if index not in contract.statics]
         given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
-        given.pop(contract.place)
+        for place in contract.places:
+            given.pop(place)
         labels = {label_of(self.fn, place) for place in given}
         unknown = sorted(place for place in self.carry if isinstance(place, str) and place not in labels)
         if self.carry_is_told and unknown:

@@ -20,8 +20,9 @@ from shapebucket.step.signature import difference, signature_of, specs_of
 def other_place(contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SignatureError:
     """Explains a call without an argument that `compile` had."""
     statics = f" and the static arguments {[*contract.statics]}" if contract.statics else ""
+    places = " and ".join(map(repr, contract.places))
     return SignatureError(
-        f"the step was compiled with the batch as argument {contract.place!r}{statics}, but was called with {len(args)} "
+        f"the step was compiled with the batch as argument {places}{statics}, but was called with {len(args)} "
         f"positional arguments and the keywords {sorted(kwargs)}: call it as compile() was called"
     )
 
@@ -59,8 +60,8 @@ def no_executable(
     kwargs: dict[str, Any],
 ) -> SignatureError:
     """Explains why there is no executable for a call: by its difference from the nearest bucket, or what else."""
-    batch = at(args, kwargs, contract.place)
-    if (bucket := contract.buckets.get(signature_of(batch))) is not None:
+    batches = contract.batches(args, kwargs)
+    if (bucket := contract.buckets.get(signature_of(batches))) is not None:
         own = [each for each in held if each.bucket == bucket]
         if not own:
             return SignatureError(f'the executable of {bucket} was evicted: compile() again, or say on_miss="evict"')
@@ -72,11 +73,21 @@ def no_executable(
             "what takes many",
             lines,
         )
+    owners = [contract.buckets.get(signature_of((batch,) * len(batches))) for batch in batches]
+    if None not in owners:
+        lines = [f"{label_of(fn, place)} is of {bucket}" for place, bucket in zip(contract.places, owners, strict=True)]
+        return SignatureError(
+            f"the batches of a call must be of one bucket, or there would be a program for each pair:\n{explained(lines)}\n"
+            "Pad what belongs together as features of one sample.",
+            lines,
+        )
+    odd = owners.index(None)
+    batch, which = batches[odd], f" {label_of(fn, contract.places[odd])!r}" if len(batches) > 1 else ""
     found = specs_of(batch)
     nearest, lines = _nearest(plan, found)
     lines = lines or [f"the containers: {jax.tree.structure(batch)} received, nested dicts expected"]
     return SignatureError(
-        f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{explained(lines)}\n"
+        f"the batch{which} is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{explained(lines)}\n"
         f"{_part_of_a_batch(plan, found)}"
         "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
         "the two (a cast, an added feature) as prepare=. "
