@@ -199,7 +199,7 @@ class Memory:
             one(f"8 buckets, {last.steps:,} steps: compiles after step 0", buckets.compiles, 0),
             one(
                 "8 buckets: growth of resident memory in the second half, MiB",
-                slope(buckets.points, "rss_mb") * steps / 2,
+                slope(buckets.points, "rss_mb") * last.steps / 2,
             ),
             one("8 buckets: memory maps, last less first", last.maps - buckets.points[0].maps),
             one(f"plain jit, {jit.points[-1].steps} shapes: MiB a shape", slope(jit.points, "rss_mb")),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shapebucket as sb
-from shapebucket.step.sizing import _Search
+from shapebucket.step.sizing import _Search, _Trend
 
 LAYOUT = sb.Layout({"x": "float32[s]"})
 WIDTH = 32
@@ -262,3 +262,34 @@ def test_the_search_is_exact_for_any_growth(budget, fixed, slope, power, steps, 
     assert not fits or search.peak(fits) <= budget
     assert fits == most or search.peak(fits + 1) > budget
     assert len(search.costs) <= 50
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1.0, 1e9)), max_size=4),
+    st.integers(1, 10**6),
+    st.floats(0.0, 1e9),
+)
+def test_what_other_buckets_tell_is_never_wild(slopes, elements, fixed):
+    """Buckets of nearly as many elements tell no power; and none above that of attention is believed."""
+    trend = _Trend(10**9, fixed, slopes)
+    units = trend.units(elements)
+    if not slopes:
+        assert units == 0
+        return
+    last, at_last = slopes[-1]
+    ratio = last / elements
+    assert 0 <= units <= (10**9 - fixed) / at_last * max(ratio**0.5, ratio**2) + 1
+
+
+def test_buckets_of_nearly_as_many_elements_on_two_axes():
+    layout = sb.Layout({"a": "float32[s]", "b": "float32[t]"})
+    for sizes in ([(512, 8), (8, 510), (8, 8)], [(8, 512), (510, 8), (8, 8)]):
+        plan = sb.BucketPlan(layout, [sb.Bucket((("s", s), ("t", t)), 4) for s, t in sizes])
+        fit = sb.fit_batch_sizes(
+            lambda batch: jnp.tanh(batch["a"]).sum(1) * jnp.tanh(batch["b"]).sum(1),
+            plan,
+            2**20,
+            sb.BATCH,
+            progress=False,
+        )
+        assert all(each.peak_bytes <= 2**20 for each in fit.buckets)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +144,7 @@ def test_what_compiles_anew_is_refused_by_leaf(row):
         (jnp.float32(1), jax.device_put(jnp.float32(1), jax.devices()[0])),  # committed
     ],
 )
-def test_what_compiles_anew_and_changes_no_result_passes(before, after):
+def test_what_compiles_anew_and_is_taken_passes(before, after):
     """As the class's documentation declares."""
     jitted, step = both(before)
     with TraceCounter() as traces:
@@ -293,7 +295,10 @@ def test_static_arguments_that_cannot_be_are_refused():
     [
         ({"on_miss": "ignore"}, 'on_miss is \'ignore\'; it may be "error", "compile" or "evict"'),
         ({"strict": True}, 'strict is True; it may be None or "weak_type"'),
-        ({"max_executables": 0}, "max_executables is 0; a step needs at least one"),
+        ({"max_executables": 0}, "max_executables must be a whole number of at least 1, but got 0"),
+        ({"memory_budget": 0}, "memory_budget must be a whole number of at least 1, but got 0"),
+        ({"max_executables": 2.5}, "max_executables must be a whole number of at least 1, but got 2.5"),
+        ({"on_miss": "compile"}, 'on_miss="compile" needs max_executables=: all of the buckets are there'),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -386,7 +391,7 @@ def test_a_weak_type_that_comes_or_goes_is_a_note_or_an_error():
     report = step.compile(state, sb.BATCH, progress=False)
     (note,) = report.notes
     assert note.startswith(
-        "harmless here, but jit would compile twice: state['total']: float32[] (weak) taken, float32[] returned (weak type:"
+        "jit would compile twice, and this step does not: state['total']: float32[] (weak) taken, float32[] returned (weak type:"
     )
     assert note in str(report)
     state = step(state, BATCH)
@@ -451,7 +456,7 @@ def test_a_bucket_that_does_not_fit_fails_at_compile_by_name():
 
     step = sb.CompiledStep(fn, PLAN, memory_budget=2**20)
     with pytest.raises(
-        sb.BudgetError, match=r"1 of 2 buckets need more than the 1.0 MiB.*\n  \[4 × s=8\]: 1.2 MiB"
+        sb.BudgetError, match=r"1 of 2 executables need more than the 1.0 MiB.*\n  \[4 × s=8\]: 1.2 MiB"
     ) as caught:
         step.compile(sb.BATCH, progress=False)
     assert "token_budget" in str(caught.value)
@@ -486,6 +491,168 @@ def test_several_batches_are_of_one_bucket():
     assert len(prepared.executables) == 2
 
 
+def test_a_weakly_typed_argument_keeps_the_dtypes_it_was_compiled_with_and_is_named():
+    def fn(scale, batch):
+        return (scale * batch["x"].astype(jnp.bfloat16)).sum()
+
+    step = sb.CompiledStep(fn, PLAN)
+    (note,) = step.compile(1.1, sb.BATCH, progress=False).notes
+    assert note.startswith("scale is weakly typed, as a Python number is: what is computed with it keeps the dtypes")
+    assert jax.jit(fn)(np.float32(1.1), BATCH).dtype == jnp.float32
+    assert step(np.float32(1.1), BATCH).dtype == jnp.bfloat16
+    with pytest.raises(sb.DriftError, match="strict='weak_type' refuses arguments that are weakly typed") as caught:
+        sb.CompiledStep(fn, PLAN, strict="weak_type").compile(1.1, sb.BATCH, progress=False)
+    assert caught.value.differences == [note]
+    assert step.compile(np.float32(1.1), sb.BATCH, progress=False).notes == []
+    assert step(np.float32(1.1), BATCH).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (lambda params, ema: (params, ema), ["params['w']"]),
+        (lambda params, ema: ((params, ema), 0.0), ["params['w']"]),
+        (lambda params, ema: {"loss": 0.0, "state": (params, ema)}, ["params['w']"]),
+    ],
+)
+def test_a_drift_is_found_beside_a_twin(result, names):
+    """The average of the parameters has their tree, and so have gradients."""
+
+    def fn(params, ema, batch):
+        half = jax.tree.map(lambda each: each.astype(jnp.bfloat16), params)
+        return result(half, jax.tree.map(lambda each: each + batch["x"].sum(), ema))
+
+    state = {"w": jnp.ones(3)}
+    step = sb.CompiledStep(fn, PLAN, donate_argnums=(0, 1))
+    with pytest.raises(sb.DriftError) as caught:
+        step.compile(state, {"w": jnp.ones(3)}, sb.BATCH, progress=False)
+    assert [line.split(":")[0] for line in caught.value.differences] == names
+
+
+def test_where_a_state_comes_back_can_be_told_and_is_asked_where_it_is_not_clear():
+    def fn(state, batch):
+        grads = {"w": state["w"] * batch["x"].sum()}
+        return grads, jax.tree.map(lambda each: each.astype(jnp.bfloat16), state)
+
+    state = {"w": jnp.ones(3)}
+    (note,) = sb.CompiledStep(fn, PLAN, carry="state").compile(state, sb.BATCH, progress=False).notes
+    assert note == (
+        "state is taken to come back as output[0]; output[1] has its tree as well: if that is meant, say "
+        "carry={'state': (1,)}"
+    )
+    for path in (1, (1,)):
+        with pytest.raises(sb.DriftError, match=r"bfloat16\[3\] returned .* \[compared with output\[1\]\]"):
+            sb.CompiledStep(fn, PLAN, carry={"state": path}).compile(state, sb.BATCH, progress=False)
+    with pytest.raises(sb.StepError, match=r"carry says that 'state' comes back as output\[7\], but the step returns"):
+        sb.CompiledStep(fn, PLAN, carry={"state": 7}).compile(state, sb.BATCH, progress=False)
+
+
+def test_a_carried_argument_without_arrays_cannot_drift():
+    def fn(params, opt_state, batch):
+        return jax.tree.map(lambda each: each - batch["x"].sum(), params), jnp.float32(0)
+
+    optimizer = optax.sgd(0.1)
+    params = {"w": jnp.ones(3)}
+    step = sb.CompiledStep(fn, PLAN, donate_argnums=(0, 1))
+    assert step.compile(params, optimizer.init(params), sb.BATCH, progress=False).notes == []
+
+
+def test_disable_jit_at_compile_is_for_the_calls():
+    step = sb.CompiledStep(total, PLAN)
+    with jax.disable_jit():
+        step.compile(sb.BATCH, progress=False)
+        assert float(step(of_length(2))) == 8
+        with pytest.raises(sb.SignatureError, match="the batch is of no bucket"):
+            step(of_length(3))
+    assert float(step(of_length(2))) == 8
+
+
+def test_a_miss_that_fails_costs_no_executable_and_a_wrong_state_is_refused_without_any():
+    def fn(state, batch):
+        return state + batch["x"].sum()
+
+    step = sb.CompiledStep(fn, PLAN, on_miss="evict")
+    step.compile(jnp.float32(0), sb.BATCH, progress=False)
+    with pytest.raises(KeyError):
+        step(jnp.float32(0), {"y": np.ones((4, 2), np.float32)})
+    assert len(step.executables) == 2
+    for bucket in PLAN.buckets:
+        step.evict(bucket)
+    with pytest.raises(sb.SignatureError, match=r"state: float32\[7\] received, float32\[\] expected"):
+        step(jnp.zeros(7), of_length(2))
+    assert float(step(jnp.float32(1), of_length(2))) == 9
+
+
+def test_a_call_that_waits_for_a_compile_meanwhile_cleared_says_so():
+    """Its program would be of other settings, or of a step that was cleared."""
+    step = sb.CompiledStep(total, PLAN, on_miss="evict")
+    step.compile(sb.BATCH, progress=False)
+    failures = []
+
+    def late():
+        try:
+            step(of_length(5))
+        except sb.StepError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=late)
+    with step._lock:
+        thread.start()
+        deadline = time.monotonic() + 10
+        while thread.is_alive() and time.monotonic() < deadline and not _waits(thread):
+            time.sleep(0.01)
+        step.clear()
+    thread.join()
+    assert failures == ["the step was cleared, or compiled anew, while a call waited to compile: call it again"]
+    assert step.executables == ()
+
+
+def _waits(thread):
+    """Says whether a thread is at the step's lock."""
+    frame = sys._current_frames().get(thread.ident)
+    return frame is not None and frame.f_code.co_name == "_compiled_late"
+
+
+def test_a_wrong_state_with_a_batch_found_the_long_way_is_refused_by_leaf():
+    step = sb.CompiledStep(lambda state, batch: state + batch["x"].sum(), PLAN, on_miss="compile", max_executables=3)
+    step.compile(jnp.float32(0), sb.BATCH, progress=False)
+    halves = {**of_length(2), "x": np.ones((4, 2), np.float16)}
+    step(jnp.float32(0), halves)
+    calls = sum(each.calls for each in step.executables)
+    with pytest.raises(sb.SignatureError, match=r"state: int32\[\] received, float32\[\] expected"):
+        step(jnp.int32(0), halves)
+    assert sum(each.calls for each in step.executables) == calls
+
+
+def test_an_array_that_is_donated_twice_is_named():
+    step = sb.CompiledStep(
+        lambda state, batch: jax.tree.map(lambda each: each + batch["x"].sum(), state), PLAN, donate_argnums=0
+    )
+    zeros = jnp.zeros(3)
+    step.compile({"m": zeros, "v": zeros}, sb.BATCH, progress=False)
+    with pytest.raises(sb.SignatureError, match="an array is donated twice in one call") as caught:
+        step({"m": zeros, "v": zeros}, of_length(2))
+    assert caught.value.differences == ["state['m'] and state['v'] are one array"]
+    assert not zeros.is_deleted()
+
+
+def test_a_bucket_that_the_cap_left_out_says_so():
+    step = sb.CompiledStep(total, PLAN, on_miss="compile", max_executables=1)
+    step.compile(sb.BATCH, progress=False)
+    with pytest.raises(sb.SignatureError, match="now: All of the 1 executables that max_executables allows are there"):
+        step(of_length(8))
+
+
+@pytest.mark.parametrize("drop", [lambda step: step.evict(SMALL), lambda step: step.close()])
+def test_what_is_dropped_is_gone(drop):
+    step = sb.CompiledStep(total, PLAN)
+    step.compile(sb.BATCH, progress=False)
+    step(of_length(2))
+    gone = [weakref.ref(each.compiled) for each in step.executables if each.bucket == SMALL]
+    drop(step)
+    assert [each() for each in gone] == [None]
+
+
 def of_length(size):
     return {"x": np.ones((4, size), np.float32), "s_mask": np.ones((4, size), bool), "example_mask": np.ones(4, bool)}
 
@@ -505,9 +672,10 @@ def test_a_miss_may_compile_within_the_cap(caplog):
     with TraceCounter() as traces:
         step(of_length(5))
     assert traces.count == 0
-    with pytest.raises(sb.SignatureError, match="the batch is of no bucket") as caught:
+    with pytest.raises(
+        sb.SignatureError, match=r"(?s)of no bucket.*All of the 3 executables that max_executables allows are there\. "
+    ):
         step(of_length(6))
-    assert "shapebucket: the 3 executables that max_executables allows are there" in caught.value.__notes__
     assert [each.bucket for each in step.executables if each.calls == 2] == [None]
 
 
@@ -563,7 +731,9 @@ def test_an_evicted_bucket_is_a_miss():
     step.compile(sb.BATCH, progress=False)
     step.evict(SMALL)
     assert [each.bucket for each in step.executables] == [LARGE]
-    with pytest.raises(sb.SignatureError, match=r"the executable of \[4 × s=2\] was evicted: compile\(\) again"):
+    with pytest.raises(
+        sb.SignatureError, match=r"no executable for \[4 × s=2\] now: it was evicted. compile\(\) again"
+    ):
         step(of_length(2))
     assert float(step(of_length(8))) == 32
     step.evict(SMALL)
@@ -601,7 +771,7 @@ def test_the_number_of_threads_changes_nothing_but_the_time(threads):
     step = sb.CompiledStep(total, PLAN)
     report = step.compile(sb.BATCH, progress=False, threads=threads)
     assert [each.bucket for each in report.executables] == list(PLAN.buckets)
-    with pytest.raises(sb.StepError, match="threads=0; it needs at least one"):
+    with pytest.raises(sb.StepError, match="threads=0; it needs a whole number of at least one"):
         step.compile(sb.BATCH, progress=False, threads=0)
 
 
@@ -707,6 +877,14 @@ kept.compile(jax.device_put(state, everywhere), sb.BATCH, progress=False)
 lying = jax.device_put(batch, rows)
 out = kept(jax.device_put(state, everywhere), lying)
 assert out.sharding.is_equivalent_to(everywhere, 2) and not lying["x"].is_deleted()
+
+# An array on no device yet is put where it is needed, also on a miss and without jit.
+grown = sb.CompiledStep(lambda state, batch: state + batch["x"].sum(), plan, on_miss="evict")
+grown.compile(jax.device_put(jnp.zeros(2), everywhere), sb.BATCH, progress=False)
+more = {"x": np.ones((4, 5), np.float32), "s_mask": np.ones((4, 5), bool), "example_mask": np.ones(4, bool)}
+assert float(grown(jnp.zeros(2), more)[0]) == 20
+with jax.disable_jit():
+    assert float(grown(jnp.zeros(2), more)[0]) == 20
 
 state = jnp.zeros((4, 2))
 given = sb.CompiledStep(fn, plan, in_shardings=(everywhere, rows), out_shardings=everywhere)

@@ -1,7 +1,7 @@
 """What only JAX's internals tell: the settings that are part of `jit`'s key.
 
 Each public setting can be read by itself, but there are dozens, and more with each release; the tuple of all of them, which
-`jit` itself compares at each call, is private. It costs 0.1 µs to read. tests/test_step.py fails when it moves.
+`jit` itself compares at each call, is private. It costs 0.1 µs to read. tests/test_step_contract.py fails when it moves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import jax
-from jax._src import config as _config
+
+try:
+    from jax._src import config as _config
+except ImportError:  # it has moved: see below
+    _config = None
 
 _PUBLIC = (
     "jax_default_device",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,17 +13,17 @@ import jax
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import SignatureError, StepError
-from shapebucket.loader_report import Overlong
+from shapebucket.loader_report import Overlong, is_whole
 from shapebucket.padding import pad
 from shapebucket.step import _jax_private, inference, refusals
 from shapebucket.step.arguments import at, filled, label_of, parameters_of, places_of_batch, replaced, without
-from shapebucket.step.contract import Arguments, Contract, Job, static_key, variants
+from shapebucket.step.contract import Arguments, Contract, Job, Stock, static_key, variants
 from shapebucket.step.memory import device_bytes, release
 from shapebucket.step.modules import modules_among
-from shapebucket.step.recipe import Recipe
+from shapebucket.step.recipe import Carry, Recipe, check_budget
 from shapebucket.step.report import CompileReport, Executable
 from shapebucket.step.settings import named_settings
-from shapebucket.step.signature import Signature, argument_differences, signature_of, telling_leaves
+from shapebucket.step.signature import Taken, argument_differences, signature_of, telling_leaves
 
 OnMiss = Literal["error", "compile", "evict"]
 
@@ -39,7 +39,8 @@ class CompiledStep:
 
     `compile` makes them all before the first step; a call only dispatches, and raises for any batch that is of no bucket, for
     other arguments beside it than it was compiled for, for another value of a static argument and under other settings of JAX.
-    So nothing compiles after `compile`, and the number of executables never exceeds the number of buckets.
+    So nothing compiles after `compile`, and the number of executables never exceeds that of the buckets, times the declared
+    values of static arguments.
 
         step = CompiledStep(train_step, plan, donate_argnames="state")
         print(step.compile(state, BATCH))
@@ -47,9 +48,11 @@ class CompiledStep:
             state, loss = step(state, batch)
 
     A call looks at the shapes of the one or two leaves of the batch that tell its bucket, and at JAX's settings; the
-    executable itself checks the tree, shapes, dtypes and shardings of all arguments, in C++. Two things it takes although
-    `jit` would compile anew for them, since they change no result: another weak type of the same dtype, and an array that
-    lies on no device yet (numpy's, or uncommitted) for one that does. 64-bit numpy arrays are cut to 32 bits, as `jit` does it.
+    executable itself checks the tree, shapes, dtypes and shardings of all arguments, in C++. Three things it takes although
+    `jit` would compile anew for them: an array that lies on no device yet (numpy's, or uncommitted) for one that does, and a
+    mesh with its axes renamed, which change no result; and a weakly typed array or Python number for another of the same
+    dtype, which is computed with as the first was: the report of `compile` names what is weakly typed. 64-bit numpy arrays
+    are cut to 32 bits, as `jit` does it.
 
     Each bucket has a Python function of its own, since JAX's caches would otherwise keep an executable alive after it was
     dropped here. It can be called from several threads; `jax.disable_jit()` runs the function itself.
@@ -68,7 +71,7 @@ class CompiledStep:
         out_shardings: Any = None,
         prepare: Callable[[Any], Any] | None = None,
         batch_sharding: Any = None,
-        carry: str | Sequence[str] | None = None,
+        carry: Carry | None = None,
         strict: Literal["weak_type"] | None = None,
         on_miss: OnMiss = "error",
         max_executables: int | None = None,
@@ -93,13 +96,17 @@ class CompiledStep:
                 likewise. A batch that lies there already is left alone.
             carry: the arguments that the step returns and takes again, by name: they must come back with the tree, shapes,
                 dtypes and shardings that they had, or the second step would need another program. The donated ones, if not
-                given; `()` for none.
-            strict: `"weak_type"` also refuses a carried argument that comes back weakly typed, or no longer so, which
-                `jit` compiles again for and an executable does not mind. It is a note in the report otherwise.
+                given; `()` for none. Each is looked for in the result by its tree, in order; `{"state": 1}`, or a tuple of
+                indices and keys, says where it is.
+            strict: `"weak_type"` also refuses weakly typed arguments, and carried ones that come back weakly typed, or no
+                longer so: `jit` would compile again, an executable keeps to the dtypes it was compiled with. They are
+                notes in the report otherwise.
             on_miss: what becomes of a batch or static value without an executable: `"error"`; `"compile"`, as long as there
                 are fewer than `max_executables`, and an error then; `"evict"`, where the least recently used one goes
-                for it. Both log each compile as a warning.
-            max_executables: the cap; the number of buckets times that of declared static variants if not given.
+                for it. Both log each compile as a warning. A batch that differs from a bucket's in a dtype alone takes some
+                50 µs longer to find its executable.
+            max_executables: the cap; the number of buckets times that of declared static variants if not given. It must be
+                given for `on_miss="compile"`.
             memory_budget: what a device may hold in a step, in bytes: a bucket that needs more is an error of `compile`.
                 What JAX says of the device, where it does, if not given.
 
@@ -112,8 +119,13 @@ class CompiledStep:
             raise StepError(f'on_miss is {on_miss!r}; it may be "error", "compile" or "evict"')
         if strict not in (None, "weak_type"):
             raise StepError(f'strict is {strict!r}; it may be None or "weak_type"')
-        if max_executables is not None and max_executables < 1:
-            raise StepError(f"max_executables is {max_executables}; a step needs at least one")
+        for name, number in (("max_executables", max_executables), ("memory_budget", memory_budget)):
+            if number is not None and not is_whole(number, 1):
+                raise StepError(f"{name} must be a whole number of at least 1, but got {number!r}")
+        if on_miss == "compile" and max_executables is None:
+            raise StepError(
+                'on_miss="compile" needs max_executables=: all of the buckets are there before the first miss'
+            )
         if taken := sorted({each.name for each in parameters_of(fn)} & {*_OWN_NAMES}):
             raise StepError(
                 f"the step has an argument {taken[0]!r}, which compile() means for itself: give it another name"
@@ -137,11 +149,11 @@ class CompiledStep:
         self._max_executables = max_executables
         self._memory_budget = memory_budget
         self._lock = threading.RLock()
-        self._forget()
+        self._stock: Stock | None = None
 
     def __str__(self) -> str:
         name = getattr(self._fn, "__name__", repr(self._fn))
-        return f"CompiledStep({name}, {len(self._held)} executables for {len(self.plan)} buckets)"
+        return f"CompiledStep({name}, {len(self.executables)} executables for {len(self.plan)} buckets)"
 
     def __enter__(self) -> CompiledStep:
         return self
@@ -154,7 +166,7 @@ class CompiledStep:
     @property
     def executables(self) -> tuple[Executable, ...]:
         """The executables held, the least recently used first; never more than the cap."""
-        return tuple(sorted(self._held.values(), key=lambda each: each.last_used))
+        return () if self._stock is None else self._stock.by_age
 
     def compile(self, *args: Any, progress: bool = True, threads: int | None = None, **kwargs: Any) -> CompileReport:
         """Compiles the step for every bucket. A second call drops the executables and compiles for new arguments.
@@ -184,10 +196,12 @@ class CompiledStep:
         """
         started = time.perf_counter()
         places = places_of_batch("compile()", args, kwargs)
-        if threads is not None and threads < 1:
-            raise StepError(f"compile() got threads={threads}; it needs at least one")
-        with self._lock:
-            self._forget()
+        if threads is not None and not is_whole(threads, 1):
+            raise StepError(f"compile() got threads={threads!r}; it needs a whole number of at least one")
+        with (
+            self._lock,
+            jax.disable_jit(False),
+        ):  # a program that is debugged under disable_jit() is compiled all the same
             statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._recipe.statics)
             modules = modules_among(self._fn, args, kwargs, statics, self._recipe.donated)
             if modules is not None:
@@ -201,6 +215,9 @@ class CompiledStep:
                     f"max_executables={cap} is less than the {len(self.plan)} buckets times {len(chosen)} static variants "
                     'would take: say on_miss="evict", or plan fewer buckets'
                 )
+            if self._stock is not None:  # not two sets of programs at a time
+                self._stock = None
+                release()
             contract = Contract(
                 places=places,
                 statics=statics,
@@ -208,14 +225,12 @@ class CompiledStep:
                 buckets={signature_of((batch,) * len(places)): bucket for bucket, batch in batches.items()},
                 configuration=_configuration(),
                 settings=named_settings(),
-                memory=self._memory_budget or device_bytes(),
+                memory=device_bytes() if self._memory_budget is None else self._memory_budget,
                 cap=cap,
                 modules=modules,
             )
             made, notes = self._recipe.make(contract, jobs[:cap], threads, progress)
-            self._contract, self._key = contract, contract.key()
-            for job, executable in zip(jobs, made, strict=False):  # as many as the cap allows
-                self._hold(contract, job, executable)
+            self._stock = Stock.of(contract, jobs[:cap], made)
         return CompileReport(made, time.perf_counter() - started, contract.memory, notes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,14 +247,15 @@ class CompiledStep:
             StepError: if `compile` has not been called.
             SignatureError: if the batch is not of a bucket's shape, dtype and tree, another argument differs from what was
                 compiled for, or JAX's settings do. The step did not run then, and nothing was donated.
+            DriftError, BudgetError: for what is compiled on a miss.
         """
-        contract = self._contract
-        if contract is None:
+        stock = self._stock
+        if stock is None:
             raise StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
-        if contract.modules is not None:
-            args, kwargs, instance = contract.modules.bind(args, kwargs)
-            return instance.update(self._run(contract, args, kwargs))
-        return self._run(contract, args, kwargs)
+        if (modules := stock.contract.modules) is None:
+            return self._run(stock, args, kwargs)
+        args, kwargs, instance = modules.bind(args, kwargs)
+        return instance.update(self._run(stock, args, kwargs))
 
     def predict(
         self, *args: Any, overlong: Overlong = "error", outputs: inference.Outputs | None = None, **kwargs: Any
@@ -270,9 +286,10 @@ class CompiledStep:
             OverlongError: if a sample fits no bucket and the policy is `"error"`. Nothing ran then.
             SignatureError: as at a call.
         """
-        contract = self._contract
-        if contract is None:
+        stock = self._stock
+        if stock is None:
             raise StepError("the step has no executables yet: call compile(params, BATCH) before predict()")
+        contract = stock.contract
         if taken := sorted({each.name for each in parameters_of(self._fn)} & {*_PREDICT_NAMES}):
             raise StepError(
                 f"the step has an argument {taken[0]!r}, which predict() means for itself: give it another name"
@@ -297,32 +314,51 @@ class CompiledStep:
             return self(*called[0], **called[1])
 
         def returned() -> inference.Returned:
-            held = [each for (_, key), each in self._held.items() if key == statics]
+            held = [each for (_, key), each in (self._stock or stock).held.items() if key == statics]
             infos = {each.bucket: each.compiled.out_info for each in held if each.bucket is not None}
             return infos if contract.modules is None else {bucket: info[0] for bucket, info in infos.items()}
 
         return inference.predict(run, returned, samples, self.plan, overlong=overlong, outputs=outputs)
 
-    def _run(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the executable of a call, whose arguments hold no modules."""
+        contract = stock.contract
         if contract.configuration != _configuration():
-            return self._reconfigured(contract, args, kwargs)
+            return self._reconfigured(stock, args, kwargs)
         try:
-            held = self._dispatch[self._key(args, kwargs)]
+            held = stock.dispatch[stock.key(args, kwargs)]
         except (AttributeError, IndexError, KeyError, TypeError):
-            held = self._missed(contract, args, kwargs)
-        held.calls += 1
-        held.last_used = _now()
-        passed = args, kwargs
+            held = self._missed(stock, args, kwargs)
+        given = args, kwargs
         if contract.statics or self._recipe.changes_batches:
-            passed = self._passed(contract, args, kwargs)
-        try:
-            return held.compiled(*passed[0], **passed[1])
-        except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not str(error).startswith("Array has been deleted"):
-                raise  # the step ran, and failed
-            held.calls -= 1
-            return self._refused(contract, held, error, (args, kwargs), passed)
+            args, kwargs = without(contract.statics, *self._with_prepared(contract, args, kwargs))
+        while True:
+            held.calls += 1
+            held.last_used = _now()
+            try:
+                return held.compiled(*args, **kwargs)
+            except (TypeError, ValueError, RuntimeError) as error:
+                held.calls -= 1
+                held = self._instead(stock, held, error, given, (args, kwargs))
+
+    def _instead(
+        self, stock: Stock, held: Executable, error: Exception, given: Arguments, passed: Arguments
+    ) -> Executable:
+        """Returns the executable that a call should have had, since the dispatch looks at a few leaves alone; or raises.
+
+        What it raises explains why an executable refused the call, or is the error of a step that ran.
+        """
+        if isinstance(error, RuntimeError):
+            if lines := refusals.donated_twice(self._fn, self._recipe.donated, error, *given):
+                raise refusals.same_buffer(lines) from error
+            if not str(error).startswith("Array has been deleted"):
+                raise error  # the step ran, and failed
+        if held is not (right := self._missed(stock, *given)):
+            return right
+        taken = Taken.by(held.compiled)
+        if found := argument_differences(self._fn, taken, *passed, stock.contract.statics):
+            raise refusals.other_arguments(found) from error
+        raise error  # not about the arguments
 
     def evict(self, bucket: Bucket) -> None:
         """Drops the executables of a bucket, and gives their memory back. Does nothing where there are none.
@@ -330,46 +366,28 @@ class CompiledStep:
         Its next batch is a miss: see `on_miss`.
         """
         with self._lock:
-            self._drop([each for each in self._held.values() if each.bucket == bucket])
+            if self._stock is not None:
+                self._stock = self._stock.minus([each for each in self._stock.held.values() if each.bucket == bucket])
         release()
 
     def clear(self) -> None:
         """Drops all executables, and gives their memory back. The step must be compiled again before a call."""
         with self._lock:
-            self._forget()
+            self._stock = None
         release()
 
-    def _forget(self) -> None:
-        """Drops the executables and what they were compiled for."""
-        self._contract: Contract | None = None
-        # A call reads these without a lock, so they are replaced as a whole, never changed.
-        self._held: dict[Signature, Executable] = {}
-        self._dispatch: dict[Hashable, Executable] = {}
-        self._key: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
-
-    def _hold(self, contract: Contract, job: Job, executable: Executable) -> None:
-        args, kwargs = filled(job.args, job.kwargs, contract.places, job.batches)
-        self._held = {**self._held, contract.signature(args, kwargs): executable}
-        self._dispatch = {self._key(args, kwargs): executable, **self._dispatch}
-
-    def _drop(self, executables: Sequence[Executable]) -> None:
-        self._held = {key: each for key, each in self._held.items() if each not in executables}
-        self._dispatch = {key: each for key, each in self._dispatch.items() if each not in executables}
-
-    def _passed(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Returns what an executable takes for a call: the batches prepared, without the static arguments."""
-        return without(contract.statics, *self._with_prepared(contract, args, kwargs))
+    close = clear
 
     def _with_prepared(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batches = [self._recipe.prepared(batch) for batch in contract.batches(args, kwargs)]
         return filled(args, kwargs, contract.places, batches)
 
-    def _missed(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
+    def _missed(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """Returns the executable for a call that the dispatch does not know, or raises what is wrong with it."""
         try:
-            found = self._held.get(contract.signature(args, kwargs))
+            found = stock.held.get(stock.contract.signature(args, kwargs))
         except (IndexError, KeyError):
-            raise refusals.other_place(contract, args, kwargs) from None
+            raise refusals.other_place(stock.contract, args, kwargs) from None
         except TypeError as error:  # from hash()
             raise SignatureError(
                 f"a static argument cannot be hashed ({error}): give a tuple, a string or a number"
@@ -377,65 +395,57 @@ class CompiledStep:
         if found is not None:
             return found
         if self._on_miss == "error":
-            raise self._no_executable(contract, args, kwargs)
-        return self._compiled_late(contract, args, kwargs)
+            raise self._no_executable(stock, args, kwargs)
+        return self._compiled_late(stock.contract, args, kwargs)
 
-    def _no_executable(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SignatureError:
-        return refusals.no_executable(self._fn, self.plan, contract, self._held.values(), args, kwargs)
+    def _no_executable(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SignatureError:
+        return refusals.no_executable(self._fn, self.plan, stock, args, kwargs, capped=self._on_miss == "compile")
 
     def _compiled_late(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """Compiles for a call that was a miss, within the cap."""
         with self._lock:
+            stock = self._stock
+            if stock is None or stock.contract is not contract:
+                raise StepError("the step was cleared, or compiled anew, while a call waited to compile: call it again")
             signature = contract.signature(args, kwargs)
-            if signature in self._held:  # another thread was first
-                return self._held[signature]
-            self._check_arguments(contract, args, kwargs)
-            if len(self._held) >= contract.cap:
-                if self._on_miss == "compile":
-                    error = self._no_executable(contract, args, kwargs)
-                    error.add_note(f"shapebucket: the {contract.cap} executables that max_executables allows are there")
-                    raise error
-                self._drop(self.executables[: len(self._held) - contract.cap + 1])
-                release()
+            if signature in stock.held:  # another thread was first
+                return stock.held[signature]
+            self._check_arguments(stock, args, kwargs)
+            if len(stock.held) >= contract.cap and self._on_miss == "compile":
+                raise self._no_executable(stock, args, kwargs)
             batches = contract.batches(args, kwargs)
             job = Job(contract.buckets.get(signature_of(batches)), batches, args, kwargs)
-            (made,), _ = self._recipe.make(contract, [job], 1, progress=False)
-            self._hold(contract, job, made)
-            count = len(self._held)
+            finish, _ = self._recipe.traced(
+                contract, job
+            )  # what is wrong with it shows here, before anything is dropped
+            if len(stock.held) >= contract.cap:
+                stock = self._stock = stock.minus(stock.by_age[: len(stock.held) - contract.cap + 1])
+                release()
+            made = finish()
+            check_budget(contract, [made])
+            self._stock = stock.plus(job, made)
+            count = len(self._stock.held)
         _log.warning("compiled %s on a miss, in %.2f s; %d of %d executables", made, made.seconds, count, contract.cap)
         return made
 
-    def _check_arguments(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises SignatureError if what stands beside the batch is not what the executables held take."""
-        for held in self._held.values():
-            passed = without(contract.statics, args, kwargs)
-            found = argument_differences(self._fn, held.compiled, *passed, contract.statics)
-            for place in contract.places:
-                found.pop(label_of(self._fn, place), None)
-            if found:
-                raise refusals.other_arguments(found)
-            return  # they all take the same
+    def _check_arguments(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises SignatureError if what stands beside the batch is not what the step was compiled for."""
+        contract = stock.contract
+        passed = without(contract.statics, args, kwargs)
+        found = argument_differences(self._fn, stock.taken, *passed, contract.statics)
+        for place in contract.places:
+            found.pop(label_of(self._fn, place), None)
+        if found:
+            raise refusals.other_arguments(found)
 
-    def _refused(
-        self, contract: Contract, held: Executable, error: Exception, given: Arguments, passed: Arguments
-    ) -> Any:
-        """Explains why an executable refused a call, or runs the right one: the dispatch looks at a few leaves alone."""
-        if self._held.get(contract.signature(*given)) is not held:
-            right = self._missed(contract, *given)
-            right.calls += 1
-            right.last_used = _now()
-            return right.compiled(*passed[0], **passed[1])
-        if found := argument_differences(self._fn, held.compiled, *passed, contract.statics):
-            raise refusals.other_arguments(found) from error
-        raise error  # not about the arguments
-
-    def _reconfigured(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reconfigured(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function itself under `jax.disable_jit()`; raises under any other change of the settings."""
+        contract = stock.contract
         if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise refusals.other_settings(contract)
         if self._on_miss == "error":
-            self._missed(contract, args, kwargs)
-        self._check_arguments(contract, args, kwargs)
+            self._missed(stock, args, kwargs)
+        self._check_arguments(stock, args, kwargs)
         args, kwargs = self._with_prepared(contract, args, kwargs)
         fn = self._fn if contract.modules is None else contract.modules.pure(self._fn)
         return fn(*args, **kwargs)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shapebucket.buckets import Bucket
 from shapebucket.errors import StepError
-from shapebucket.step.arguments import OneOf, Place, at, replaced
+from shapebucket.step.arguments import OneOf, Place, at, filled, replaced
 from shapebucket.step.modules import Modules
-from shapebucket.step.signature import Signature, leaf_at, signature_of
+from shapebucket.step.report import Executable
+from shapebucket.step.signature import Signature, Taken, leaf_at, signature_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
@@ -67,6 +68,51 @@ class Contract:
             return (shapes, static_key(statics, args, kwargs)) if statics else shapes
 
         return key
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What a step holds, as one object: a call reads it without a lock, and it is replaced as a whole, never changed.
+
+    Attributes:
+        contract: what it was compiled for.
+        key: from a call's arguments to what `dispatch` looks up.
+        taken: what the executables take beside their batches.
+        held: by all that decides on an executable.
+        dispatch: by what tells the buckets.
+    """
+
+    contract: Contract
+    key: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
+    taken: Taken
+    held: Mapping[Signature, Executable]
+    dispatch: Mapping[Hashable, Executable]
+
+    @classmethod
+    def of(cls, contract: Contract, jobs: Sequence[Job], made: Sequence[Executable]) -> Stock:
+        """Takes in what was made for the jobs, in their order."""
+        stock = cls(contract, contract.key(), Taken.by(made[0].compiled), {}, {})
+        for job, executable in zip(jobs, made, strict=True):
+            stock = stock.plus(job, executable)
+        return stock
+
+    def plus(self, job: Job, executable: Executable) -> Stock:
+        """Returns the stock with one more."""
+        args, kwargs = filled(job.args, job.kwargs, self.contract.places, job.batches)
+        held = {**self.held, self.contract.signature(args, kwargs): executable}
+        return replace(self, held=held, dispatch={self.key(args, kwargs): executable, **self.dispatch})
+
+    def minus(self, executables: Sequence[Executable]) -> Stock:
+        """Returns the stock without some."""
+        held = {key: each for key, each in self.held.items() if each not in executables}
+        return replace(
+            self, held=held, dispatch={key: each for key, each in self.dispatch.items() if each not in executables}
+        )
+
+    @property
+    def by_age(self) -> tuple[Executable, ...]:
+        """The executables, the least recently used first."""
+        return tuple(sorted(self.held.values(), key=lambda each: each.last_used))
 
 
 @dataclass(frozen=True)

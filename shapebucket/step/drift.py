@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 
@@ -19,32 +19,79 @@ _CAUSES = {
 }
 
 
+Path = tuple[int | str, ...]
+"""Where in a result something stands: indices of tuples and lists, keys of dicts."""
+
+
 class Returned:
-    """Where in a step's result each carried argument comes back: the part that differs from it least.
+    """Where in a step's result each carried argument comes back.
+
+    The first part of the result that has the argument's tree is taken for it, in the order of the arguments; where none has it,
+    the one that differs least.
 
     Args:
         carried: the abstract arguments by name, in their order.
         result: what the step returns, abstract.
+        told: the paths that somebody named.
     """
 
-    def __init__(self, carried: Mapping[str, Any], result: Any) -> None:
-        parts: list[tuple[tuple[int, ...], Any]] = [((), result)] if len(carried) == 1 else []
-        if isinstance(result, (tuple, list)):
-            parts += [((index,), each) for index, each in enumerate(result)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        self.paths: dict[str, tuple[int, ...]] = {}
-        """By argument: the path in the result; an argument that does not come back is missing."""
+    def __init__(self, carried: Mapping[str, Any], result: Any, told: Mapping[str, Path] | None = None) -> None:
+        self.paths: dict[str, Path] = dict(told or {})
+        """By argument; one that does not come back is missing, and so is one that holds no arrays."""
+        self.notes: list[str] = []
+        """Where another part might have been meant."""
+        parts = list(_parts(result))
         for name, value in carried.items():
-            free = [(path, part) for path, part in parts if path not in self.paths.values()]
-            if free:
-                path, part = min(free, key=lambda each: _distance(value, each[1]))
-                if _related(value, part):
-                    self.paths[name] = path
+            if name in self.paths or not jax.tree.leaves(value):
+                continue
+            free = [(path, part) for path, part in parts if not any(_within(path, one) for one in self.paths.values())]
+            alike = [each for each in free if jax.tree.structure(each[1]) == jax.tree.structure(value)]
+            if not alike:
+                alike = sorted(
+                    (each for each in free if _related(value, each[1])), key=lambda each: _distance(value, each[1])
+                )[:1]
+            if alike:
+                self.paths[name] = alike[0][0]
+            if len({str(_specs(part)) for _, part in alike}) > 1:
+                others = ", ".join(_place(path) for path, _ in alike[1:])
+                self.notes.append(
+                    f"{name} is taken to come back as {_place(alike[0][0])}; {others} has its tree as well: if that is meant, "
+                    f"say carry={{{name!r}: {alike[1][0]}}}"
+                )
 
     def part(self, name: str, result: Any) -> Any:
         """Returns the part of a result (or of its shardings) which is an argument that came back."""
-        for index in self.paths[name]:
-            result = result[index]
+        for key in self.paths[name]:
+            result = result[key]
         return result
+
+    def place(self, name: str) -> str:
+        """Says which part of the result an argument was compared with."""
+        return _place(self.paths[name])
+
+
+def _parts(result: Any) -> Iterator[tuple[Path, Any]]:
+    """Returns a result, and what it contains, all of the outer before what is deeper."""
+    level: list[tuple[Path, Any]] = [((), result)]
+    while level:
+        yield from level
+        level = [((*path, key), each) for path, part in level for key, each in _items(part)]
+
+
+def _items(part: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(part, (tuple, list)):
+        return enumerate(cast("Sequence[Any]", part))
+    return cast("dict[Any, Any]", part).items() if isinstance(part, dict) else ()
+
+
+def _within(path: Path, other: Path) -> bool:
+    """Says whether one path leads into the other, or the other into it."""
+    shorter = min(len(path), len(other))
+    return path[:shorter] == other[:shorter]
+
+
+def _place(path: Path) -> str:
+    return "output" + "".join(f"[{key!r}]" for key in path)
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -65,7 +112,7 @@ def _related(taken: Any, returned: Any) -> bool:
     one, other = _specs(taken), _specs(returned)
     if one.keys() == other.keys() == {""}:
         return one[""].shape == other[""].shape or one[""].dtype == other[""].dtype
-    return bool(one.keys() & other.keys()) or not one
+    return bool(one.keys() & other.keys())
 
 
 def signature_drift(name: str, taken: Any, returned: Any) -> tuple[list[str], list[str]]:
@@ -119,3 +166,8 @@ def _shown(leaf: Any) -> str:
     if leaf is None:
         return "nothing"
     return f"{leaf.dtype}{list(leaf.shape)}" + (" (weak)" if getattr(leaf, "weak_type", False) else "")
+
+
+def weak_leaves(name: str, taken: Any) -> list[str]:
+    """Returns the paths of the leaves of an argument that are weakly typed."""
+    return [name + path for path, leaf in _leaves(taken).items() if getattr(leaf, "weak_type", False)]

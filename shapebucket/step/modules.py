@@ -24,7 +24,7 @@ from jax.tree_util import DictKey, GetAttrKey
 from shapebucket.errors import DriftError, SignatureError, StepError
 from shapebucket.step._flax_private import Access
 from shapebucket.step.arguments import BATCH, Place, at, label_of, replaced
-from shapebucket.step.drift import Returned, explained
+from shapebucket.step.drift import Path, Returned, explained
 
 _KEPT = 4  # instances that are remembered: a model, its average, …
 _INTERNAL = ("_pytree__", "_object__")  # flax's own attributes
@@ -186,9 +186,9 @@ class Modules:
         given = jit.keywords.get("out_shardings")
         return jit if given is None else functools.partial(jit, out_shardings=(given, None))
 
-    def returned(self, carried: Mapping[str, Any], result: Any) -> Returned:
-        """Finds each carried argument in what `pure` returns."""
-        found = Returned({name: each for name, each in carried.items() if name not in self.labels}, result[0])
+    def returned(self, carried: Mapping[str, Any], result: Any, told: Mapping[str, Path]) -> Returned:
+        """Finds each carried argument in what `pure` returns; `told` says where in what the step itself does."""
+        found = Returned({name: each for name, each in carried.items() if name not in self.labels}, result[0], told)
         found.paths = {name: (0, *path) for name, path in found.paths.items()}
         found.paths |= {label: (1, number) for number, label in enumerate(self.labels)}
         return found

@@ -17,11 +17,14 @@ from shapebucket.errors import BudgetError, DriftError, StepError
 from shapebucket.padding import pad
 from shapebucket.step.arguments import Place, at, filled, label_of, places_of
 from shapebucket.step.contract import Contract, Job
-from shapebucket.step.drift import Returned, explained, sharding_drift, signature_drift
+from shapebucket.step.drift import Path, Returned, explained, sharding_drift, signature_drift, weak_leaves
 from shapebucket.step.modules import Modules
 from shapebucket.step.report import Cost, Executable
 from shapebucket.step.signature import as_jit_reads, spec_of, specs_of
 from shapebucket.tables import progress_bars
+
+Carry = str | Sequence[str] | Mapping[str, int | str | Path]
+"""Names of arguments, or these with where each comes back."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Recipe:
         sharding: where a prepared batch is put; None for leaving it.
         carry: the places of the arguments that the step returns and takes again.
         carry_is_told: whether somebody named them: each must be there then.
+        carry_paths: where they come back in the result, by name, as far as that was told.
         weak_types: whether a carried argument must keep its weak types.
     """
 
@@ -48,6 +52,7 @@ class Recipe:
     sharding: Any
     carry: frozenset[Place]
     carry_is_told: bool
+    carry_paths: Mapping[str, Path]
     weak_types: bool
 
     @classmethod
@@ -63,7 +68,7 @@ class Recipe:
         out_shardings: Any = None,
         prepare: Callable[[Any], Any] | None = None,
         batch_sharding: Any = None,
-        carry: str | Sequence[str] | None = None,
+        carry: Carry | None = None,
         weak_types: bool = False,
     ) -> Recipe:
         """Makes a recipe of the options of `CompiledStep`.
@@ -90,8 +95,9 @@ class Recipe:
             donated,
             prepare,
             batch_sharding,
-            carry=donated if carry is None else places_of(fn, None, carry),
+            carry=donated if carry is None else places_of(fn, None, carry if isinstance(carry, str) else list(carry)),
             carry_is_told=carry is not None,
+            carry_paths=_paths(carry),
             weak_types=weak_types,
         )
 
@@ -151,7 +157,7 @@ class Recipe:
             try:
                 for job in jobs:
                     bars.update(task, note=str(job.bucket))
-                    finish, weak = self._traced(contract, job)
+                    finish, weak = self.traced(contract, job, _refuse_64_bits)
                     notes.update(dict.fromkeys(weak))
                     futures.append(pool.submit(finish))
                     futures[-1].add_done_callback(lambda _: bars.advance(task))
@@ -160,22 +166,30 @@ class Recipe:
                 for future in futures:
                     future.cancel()
                 raise
-        _check_budget(contract, made)
+        check_budget(contract, made)
         return made, list(notes)
 
-    def _traced(self, contract: Contract, job: Job) -> tuple[Callable[[], Executable], list[str]]:
-        """Traces and lowers the step for a batch; returns what compiles it, which any thread may do, and notes."""
+    def traced(
+        self, contract: Contract, job: Job, check: Callable[[Any], None] | None = None
+    ) -> tuple[Callable[[], Executable], list[str]]:
+        """Traces and lowers the step for a batch; returns what compiles it, which any thread may do, and notes.
+
+        Args:
+            contract: what the step is compiled for.
+            job: the arguments; `check` sees its prepared batches.
+            check: raises what is wrong with them.
+        """
         modules = contract.modules
         started = time.perf_counter()
         where = f"shapebucket: while compiling the step for {job.bucket or 'a batch of no bucket'}"
-        prepared = [self.prepared(batch, _refuse_64_bits) for batch in job.batches]
+        prepared = [self.prepared(batch, check) for batch in job.batches]
         args, kwargs = filled(job.args, job.kwargs, contract.places, prepared)
         try:
             traced = self.jitted(modules).trace(*args, **kwargs)
             result = traced.out_avals
             carried = self._carried(contract, job, traced.in_avals, result)
-            returned = Returned(carried, result) if modules is None else modules.returned(carried, result)
-            weak = self._check_drift(job, carried, returned, result)
+            returned = self._returned(contract, carried, result)
+            weak = self._check_drift(contract, job, traced.in_avals, carried, returned, result)
             lowered = traced.lower()
         except Exception as error:
             error.add_note(where)
@@ -207,11 +221,7 @@ class Recipe:
 
         Modules are always carried, and what the step does not change of them is left out.
         """
-        args, kwargs = dynamic
-        places = [index for index in range(len(job.args)) if index not in contract.statics]
-        given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
-        for place in contract.places:
-            given.pop(place)
+        given = self._given(contract, job, dynamic)
         labels = {label_of(self.fn, place) for place in given}
         unknown = sorted(place for place in self.carry if isinstance(place, str) and place not in labels)
         if self.carry_is_told and unknown:
@@ -223,24 +233,71 @@ class Recipe:
         found = {label_of(self.fn, place): value for place, value in given.items() if place in places}
         return found if modules is None else modules.only_changed(found, result)
 
-    def _check_drift(self, job: Job, carried: Mapping[str, Any], returned: Returned, result: Any) -> list[str]:
+    def _given(self, contract: Contract, job: Job, dynamic: Any) -> dict[Place, Any]:
+        """Returns what stands for each argument that is neither static nor a batch."""
+        args, kwargs = dynamic
+        places = [index for index in range(len(job.args)) if index not in contract.statics]
+        given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
+        return {place: value for place, value in given.items() if place not in contract.places}
+
+    def _returned(self, contract: Contract, carried: Mapping[str, Any], result: Any) -> Returned:
+        modules = contract.modules
+        if modules is not None:
+            return modules.returned(carried, result, self.carry_paths)
+        return Returned(carried, result, self.carry_paths)
+
+    def _check_drift(
+        self,
+        contract: Contract,
+        job: Job,
+        dynamic: Any,
+        carried: Mapping[str, Any],
+        returned: Returned,
+        result: Any,
+    ) -> list[str]:
         """Raises DriftError if a carried argument comes back as another; returns notes."""
         lines: list[str] = []
         weak: list[str] = []
+        for place, value in self._given(contract, job, dynamic).items():
+            if (name := label_of(self.fn, place)) not in carried:
+                weak += [
+                    f"{path} is weakly typed, as a Python number is: what is computed with it keeps the dtypes of that, also "
+                    "for an array that is passed later (pass an array with a dtype from the start)"
+                    for path in weak_leaves(name, value)
+                ]
+        if self.weak_types and weak:
+            raise DriftError(f"strict='weak_type' refuses arguments that are weakly typed:\n{explained(weak)}", weak)
         for name, taken in carried.items():
+            if not jax.tree.leaves(taken):
+                continue
             if name not in returned.paths:
                 raise DriftError(
                     f"the step does not return {name!r}, which it is to take again at the next call: return it, or say in "
                     "carry= which arguments come back (the donated ones, if not given; () for none)"
                 )
-            drifted, drifted_weakly = signature_drift(name, taken, returned.part(name, result))
-            lines += drifted
-            weak += drifted_weakly
+            drifted, drifted_weakly = signature_drift(name, taken, self._part(name, returned, result))
+            lines += [f"{line} [compared with {returned.place(name)}]" for line in drifted]
+            weak += [f"jit would compile twice, and this step does not: {line}" for line in drifted_weakly]
         if self.weak_types:
             lines, weak = lines + weak, []
         if lines:
             raise _drift(job, lines)
-        return [f"harmless here, but jit would compile twice: {line}" for line in weak]
+        return weak + returned.notes
+
+    def _part(self, name: str, returned: Returned, result: Any) -> Any:
+        try:
+            return returned.part(name, result)
+        except (IndexError, KeyError, TypeError):  # only a path that was told can miss
+            raise StepError(
+                f"carry says that {name!r} comes back as {returned.place(name)}, but the step returns "
+                f"{jax.tree.structure(result)}"
+            ) from None
+
+
+def _paths(carry: Carry | None) -> dict[str, Path]:
+    if not isinstance(carry, Mapping):
+        return {}
+    return {name: path if isinstance(path, tuple) else (path,) for name, path in carry.items()}
 
 
 def _check_shardings(
@@ -249,6 +306,8 @@ def _check_shardings(
     """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
     lines: list[str] = []
     for name, avals in carried.items():
+        if not jax.tree.leaves(avals):
+            continue
         lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
     if lines:
         raise _drift(job, lines)
@@ -262,18 +321,19 @@ def _drift(job: Job, lines: list[str]) -> DriftError:
     )
 
 
-def _check_budget(contract: Contract, made: Sequence[Executable]) -> None:
+def check_budget(contract: Contract, made: Sequence[Executable]) -> None:
     """Raises BudgetError if an executable needs more memory than there is."""
     budget = contract.memory
     over = [each for each in made if budget is not None and each.cost.peak_bytes > budget]
     if budget is not None and over:
         listed = "\n".join(
             f"  {each}: {each.cost.peak_bytes / 2**20:,.1f} MiB (arguments {each.cost.argument_bytes / 2**20:,.1f}, "
-            f"temporaries {each.cost.temporary_bytes / 2**20:,.1f})"
+            f"temporaries {each.cost.temporary_bytes / 2**20:,.1f}, outputs that replace no donated argument "
+            f"{(each.cost.output_bytes - each.cost.aliased_bytes) / 2**20:,.1f})"
             for each in over
         )
         raise BudgetError(
-            f"{len(over)} of {len(made)} buckets need more than the {budget / 2**20:,.1f} MiB that a device may hold:\n"
+            f"{len(over)} of {len(made)} executables need more than the {budget / 2**20:,.1f} MiB that a device may hold:\n"
             f"{listed}\nPlan with a smaller token_budget or batch_size, or let fit_batch_sizes() find it."
         )
 

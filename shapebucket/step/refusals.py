@@ -9,10 +9,9 @@ import jax
 
 from shapebucket.buckets import ArraySpec, Bucket, BucketPlan
 from shapebucket.errors import SignatureError
-from shapebucket.step.arguments import at, label_of
-from shapebucket.step.contract import Contract
+from shapebucket.step.arguments import Place, at, label_of
+from shapebucket.step.contract import Contract, Stock
 from shapebucket.step.drift import explained
-from shapebucket.step.report import Executable
 from shapebucket.step.settings import changed_settings
 from shapebucket.step.signature import difference, signature_of, specs_of
 
@@ -43,7 +42,9 @@ def other_arguments(found: Mapping[str, list[str]]) -> SignatureError:
 
 def other_settings(contract: Contract) -> SignatureError:
     """Explains a call under other settings of JAX."""
-    lines = changed_settings(contract.settings) or ["the step is called inside of a transformation, such as vmap"]
+    lines = changed_settings(contract.settings) or [
+        "a setting that has no name, or a transformation such as vmap around the call"
+    ]
     return SignatureError(
         "JAX's settings are not those that the step was compiled under, and an executable would silently keep to the old "
         f"ones:\n{explained(lines)}\nCall it under the settings of compile(), or compile() under these.",
@@ -51,25 +52,63 @@ def other_settings(contract: Contract) -> SignatureError:
     )
 
 
+def donated_twice(
+    fn: Callable[..., Any], donated: Collection[Place], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Returns the donated leaves that are one array, where an executable refused a call for that; none for another error."""
+    if "donate the same buffer twice" not in str(error):
+        return []
+    names: dict[int, list[str]] = {}
+    for place in (*range(len(args)), *kwargs):
+        if place in donated:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(at(args, kwargs, place)):
+                names.setdefault(id(leaf), []).append(label_of(fn, place) + jax.tree_util.keystr(path))
+    return [f"{' and '.join(each)} are one array" for each in names.values() if len(each) > 1]
+
+
+def same_buffer(lines: list[str]) -> SignatureError:
+    """Explains that a donated array is there twice."""
+    return SignatureError(
+        f"an array is donated twice in one call, so it could not be reused:\n{explained(lines)}\n"
+        "Make each leaf an array of its own: jnp.zeros_like for each, or x.copy().",
+        lines,
+    )
+
+
 def no_executable(
     fn: Callable[..., Any],
     plan: BucketPlan,
-    contract: Contract,
-    held: Collection[Executable],
+    stock: Stock,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    capped: bool,
 ) -> SignatureError:
-    """Explains why there is no executable for a call: by its difference from the nearest bucket, or what else."""
+    """Explains why there is no executable for a call: by its difference from the nearest bucket, or what else.
+
+    Args:
+        fn: the step.
+        plan: its buckets.
+        stock: what is there.
+        args: of the call.
+        kwargs: likewise.
+        capped: whether one would have been compiled, if there were fewer.
+    """
+    contract = stock.contract
+    cap = f"All of the {contract.cap} executables that max_executables allows are there. " if capped else ""
     batches = contract.batches(args, kwargs)
     if (bucket := contract.buckets.get(signature_of(batches))) is not None:
-        own = [each for each in held if each.bucket == bucket]
+        own = [each for each in stock.held.values() if each.bucket == bucket]
         if not own:
-            return SignatureError(f'the executable of {bucket} was evicted: compile() again, or say on_miss="evict"')
+            return SignatureError(
+                f"there is no executable for {bucket} now: {cap or 'it was evicted. '}"
+                'compile() again, or say on_miss="evict"'
+            )
         lines = [f"{label_of(fn, place)}={at(args, kwargs, place)!r} received" for place in contract.statics]
         compiled_for = "; ".join(str(dict(each.statics)) for each in own)
         return SignatureError(
             f"the step was compiled for other static values:\n{explained(lines)}\n"
-            f"It was compiled for {compiled_for}. Give compile() OneOf all the values it will take, or pass as an array "
+            f"It is compiled for {compiled_for}. {cap}Give compile() OneOf all the values it will take, or pass as an array "
             "what takes many",
             lines,
         )
@@ -88,7 +127,7 @@ def no_executable(
     lines = lines or [f"the containers: {jax.tree.structure(batch)} received, nested dicts expected"]
     return SignatureError(
         f"the batch{which} is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{explained(lines)}\n"
-        f"{_part_of_a_batch(plan, found)}"
+        f"{cap}{_part_of_a_batch(plan, found)}"
         "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
         "the two (a cast, an added feature) as prepare=. "
         f"The plan's buckets: {', '.join(map(str, plan.buckets))}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -69,9 +69,26 @@ def difference(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]
     return distance, lines
 
 
+class Taken(NamedTuple):
+    """What an executable takes: (positional, keyword) arguments without the static ones.
+
+    Attributes:
+        avals: trees of abstract arrays.
+        shardings: trees of the same structure.
+    """
+
+    avals: Any
+    shardings: Any
+
+    @classmethod
+    def by(cls, executable: jax.stages.Compiled) -> Taken:
+        """Asks an executable."""
+        return cls(executable.in_avals, executable.input_shardings)
+
+
 def argument_differences(
     fn: Callable[..., Any],
-    executable: jax.stages.Compiled,
+    taken: Taken,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     statics: Collection[Place] = (),
@@ -80,13 +97,13 @@ def argument_differences(
 
     Args:
         fn: the step, for the names of its arguments.
-        executable: what refused the call, or might.
+        taken: what an executable takes, that refused the call or might.
         args: of the call, static ones left out.
         kwargs: likewise.
         statics: the places of the static ones.
     """
-    expected_args, expected_kwargs = executable.in_avals
-    sharding_args, sharding_kwargs = executable.input_shardings
+    expected_args, expected_kwargs = taken.avals
+    sharding_args, sharding_kwargs = taken.shardings
     if len(args) != len(expected_args) or kwargs.keys() != expected_kwargs.keys():
         return {
             "": [
@@ -129,7 +146,8 @@ def _array_problem(leaf: Any, sharding: Any) -> str | None:
         return None
     if leaf.is_deleted():
         return "was deleted, or donated to an earlier call"
-    if sharding is not None and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+    # What is not committed to a device is put where it is needed.
+    if sharding is not None and leaf.committed and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return f"{leaf.sharding} received, {sharding} expected"
     return None
 

@@ -231,12 +231,16 @@ class _Trend:
             self.slopes.append((elements, slope))
 
     def units(self, elements: int) -> int:
-        """Returns how many units of so many elements may fit: by the power of the elements that the last two tell, or 1."""
+        """Returns how many units of so many elements may fit: by the power of the elements that the last buckets tell, or 1."""
         if not self.slopes:
             return 0
-        (before, at_before), (last, at_last) = self.slopes[-2:] if len(self.slopes) > 1 else ((1, 1.0), self.slopes[-1])
-        known = len(self.slopes) > 1 and before != last
-        power = math.log(at_last / at_before) / math.log(last / before) if known else 1.0
+        last, at_last = self.slopes[-1]
+        power = 1.0
+        for before, at_before in reversed(self.slopes[:-1]):
+            if not 0.8 < before / last < 1.25:  # too near tells nothing
+                told = math.log(at_last / at_before) / math.log(last / before)
+                power = min(max(told, 0.5), 2.0)  # a linear layer's is 1, attention's 2
+                break
         return math.floor((self.budget - self.fixed) / (at_last * (elements / last) ** power))
 
 
