@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
+    from shapebucket.sources import TfdsSource
     from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
     from shapebucket.watch import CompileCounter
 
@@ -83,6 +84,7 @@ _MODULES = {
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
+    "sources": ("TfdsSource",),
     "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
     "watch": ("CompileCounter",),
 }
@@ -126,6 +128,7 @@ __all__ = [
     "StateError",
     "StepError",
     "TableCost",
+    "TfdsSource",
     "count_steps",
     "from_tf_boundaries",
     "length_mask",
