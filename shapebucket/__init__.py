@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         from_tf_boundaries,
         plan_buckets,
         plan_by_rule,
+        plan_from_tf_boundaries,
         to_tf_boundaries,
     )
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.sources import TfdsSource
     from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
+    from shapebucket.tf_data import TfDataIterDataset, from_tf_data
     from shapebucket.watch import CompileCounter
 
 _MODULES = {
@@ -81,11 +83,13 @@ _MODULES = {
         "from_tf_boundaries",
         "plan_buckets",
         "plan_by_rule",
+        "plan_from_tf_boundaries",
         "to_tf_boundaries",
     ),
     "schedule": ("Schedule", "ScheduledBatch"),
     "sources": ("TfdsSource",),
     "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
+    "tf_data": ("TfDataIterDataset", "from_tf_data"),
     "watch": ("CompileCounter",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -128,9 +132,11 @@ __all__ = [
     "StateError",
     "StepError",
     "TableCost",
+    "TfDataIterDataset",
     "TfdsSource",
     "count_steps",
     "from_tf_boundaries",
+    "from_tf_data",
     "length_mask",
     "load_lengths",
     "make_global",
@@ -138,6 +144,7 @@ __all__ = [
     "pad",
     "plan_buckets",
     "plan_by_rule",
+    "plan_from_tf_boundaries",
     "to_tf_boundaries",
     "unpad",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,9 @@ class TfdsSource:
         """Reads several samples at once."""
         return [self._arrays(*pair) for pair in zip(indices, self.source.__getitems__(indices), strict=True)]
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))  # data sources need not raise IndexError
+
     def _arrays(self, index: int, sample: Any) -> dict[str, Any]:
         try:
             return as_arrays(sample, self.layout)
@@ -124,7 +127,12 @@ def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None, layout: Layou
         )
     try:
         samples = builder.as_data_source(split=split)
-    except (NotImplementedError, ValueError) as error:
+    except NotImplementedError as error:
+        raise LengthsError(
+            f"{where} is in a format without random access: prepare it with file_format='array_record', in another data_dir; or "
+            f"stream it, shapebucket.from_tf_data(tfds.load({name!r}, split={split!r}), plan)"
+        ) from error
+    except ValueError as error:
         raise LengthsError(f"cannot read the split {split!r} of {where} by random access: {error}") from error
     if raw:
         return samples

@@ -110,12 +110,11 @@ class _Walk:
                 yield from self.leaves(feature[key], (*path, key), length)
         elif isinstance(feature, kinds.Dataset):
             yield _Leaf(path, refusal="is a data set of its own in each sample")
+        elif isinstance(feature, kinds.Sequence) and length:
+            yield _Leaf(path, refusal="is a sequence of sequences, which may be ragged")
         elif isinstance(feature, kinds.Video):  # a sequence of images, all of one size
             yield self._array(feature.get_tensor_info(), path, "", _VIDEO)
         elif isinstance(feature, kinds.Sequence):
-            if length:
-                yield _Leaf(path, refusal="is a sequence of sequences, which may be ragged")
-                return
             size = _first(feature.get_tensor_info()).shape[0]
             yield from self.leaves(feature.feature, path, self._axis(path) if size is None else str(size))
         else:

@@ -4,7 +4,7 @@ from shapebucket.planner.boxes import solve_boxes
 from shapebucket.planner.costs import BatchCost, PolynomialCost, TableCost, count_steps
 from shapebucket.planner.exact import optimal_boundaries, solve_boundaries
 from shapebucket.planner.plan import plan_buckets
-from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, to_tf_boundaries
+from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, plan_from_tf_boundaries, to_tf_boundaries
 
 __all__ = [
     "BatchCost",
@@ -16,6 +16,7 @@ __all__ = [
     "optimal_boundaries",
     "plan_buckets",
     "plan_by_rule",
+    "plan_from_tf_boundaries",
     "solve_boundaries",
     "solve_boxes",
     "to_tf_boundaries",
