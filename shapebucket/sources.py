@@ -129,8 +129,8 @@ def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None, layout: Layou
         samples = builder.as_data_source(split=split)
     except NotImplementedError as error:
         raise LengthsError(
-            f"{where} is in a format without random access: prepare it with file_format='array_record', in another data_dir; or "
-            f"stream it, shapebucket.from_tf_data(tfds.load({name!r}, split={split!r}), plan)"
+            f"{where} is in a format without random access: prepare it with file_format='array_record', in another data_dir; "
+            f"or stream it, shapebucket.from_tf_data(tfds.load({name!r}, split={split!r}), plan)"
         ) from error
     except ValueError as error:
         raise LengthsError(f"cannot read the split {split!r} of {where} by random access: {error}") from error
