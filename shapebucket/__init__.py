@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shapebucket.arrays import as_arrays
     from shapebucket.buckets import ArraySpec, Bucket, BucketPlan, PlanReport
     from shapebucket.errors import (
         BudgetError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from shapebucket.watch import CompileCounter
 
 _MODULES = {
+    "arrays": ("as_arrays",),
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
     "errors": (
         "BudgetError",
@@ -134,6 +136,7 @@ __all__ = [
     "TableCost",
     "TfDataIterDataset",
     "TfdsSource",
+    "as_arrays",
     "count_steps",
     "from_tf_boundaries",
     "from_tf_data",

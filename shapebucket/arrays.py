@@ -15,11 +15,16 @@ _TEXT = "OSU"
 
 
 def as_arrays(sample: Any, layout: Layout) -> dict[str, Any]:
-    """Returns the layout's features of a sample, with arrays for text, for lists and for Python's numbers.
+    """Returns the layout's features of a sample, as arrays of its dtypes: for samples of lists, text and Python's numbers.
 
-    TFDS reads text as bytes, `Sequence(scalar)` as a list of scalars, and scalars as Python's numbers. Text becomes an array of
-    uint8, its UTF-8 bytes, if the layout has one axis for it. Features that the layout lacks are left out. What is an array
-    already stays as it is.
+        ds.map(functools.partial(as_arrays, layout=Layout({"tokens": "int32[s]"})))
+
+    Text becomes its UTF-8 bytes where the layout has one axis of uint8. Numbers of another dtype are converted: floats may
+    be rounded, whole numbers may not change. Features that the layout lacks are left out.
+
+    Args:
+        sample: a dict, nested as the layout is, as TFDS, tf.data, Hugging Face `datasets` or a database give it.
+        layout: the features to take. Where it has no dtype, an array keeps its own.
 
     Raises:
         LayoutError: naming the feature, if the sample lacks one, for lists of unequal lists or of text, for numbers that the
@@ -49,8 +54,8 @@ def _described(sample: Any) -> str:
 
 
 def _as_array(feature: Feature, leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return cast("npt.NDArray[Any]", leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _of_dtype(feature, np.asarray(cast(Any, leaf)))
     if isinstance(leaf, bytes | str):
         if not is_text(feature):
             raise LayoutError(
@@ -85,7 +90,7 @@ def _from_list(feature: Feature, leaf: list[Any]) -> npt.NDArray[Any]:
 def _of_dtype(feature: Feature, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns numbers in the layout's dtype: floats may be rounded, whole numbers may not."""
     dtype = feature.dtype
-    if dtype is None or array.dtype == dtype:
+    if dtype is None or array.dtype == dtype or array.dtype.kind not in "biuf":
         return array
     with np.errstate(all="ignore"):
         cast_array = array.astype(dtype)

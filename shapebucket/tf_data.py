@@ -68,7 +68,7 @@ class TfDataIterDataset(grain.IterDataset[dict[str, Any]]):
 
         Args:
             dataset: a `tf.data.Dataset` of dicts of tensors, one sample each, before `batch` and `repeat`. Text (tf.string)
-                becomes its UTF-8 bytes where the layout has one axis of uint8.
+                becomes its UTF-8 bytes where the layout has one axis of uint8. See `as_arrays`.
             layout: the features to read; others are left out.
             deterministic: says that the data set gives the same order each time: shuffled not at all, or with a seed and
                 `reshuffle_each_iteration=False`. Without it, a state that is not of the start is refused.
@@ -219,7 +219,7 @@ def _check_tensor(spec: Any, feature: Feature, tf: Any) -> None:
                 path=feature.name,
             )
         return
-    if feature.dtype is not None and spec.dtype.as_numpy_dtype != feature.dtype:
+    if feature.dtype is not None and not np.can_cast(spec.dtype.as_numpy_dtype, feature.dtype, "same_kind"):
         raise LayoutError(
             f"is of {spec.dtype.name}, but the layout says {feature.notation!r}: cast it, as by tf.cast in dataset.map(…)",
             path=feature.name,

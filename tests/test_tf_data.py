@@ -255,6 +255,15 @@ def test_what_is_no_data_set_is_refused():
         sb.TfDataIterDataset(data_of([1]), {"tokens": "s"})
 
 
+def test_whole_numbers_of_more_bits_are_converted_if_they_fit():
+    dataset = spec_of(tokens=tf.TensorSpec([None], tf.int64)).concatenate(
+        tf.data.Dataset.from_tensors({"tokens": tf.constant([1, 2], tf.int64)})
+    )
+    assert next(iter(sb.TfDataIterDataset(dataset, TOKENS)))["tokens"].dtype == np.int32
+    with pytest.raises(sb.LayoutError, match="feature 'tokens': holds numbers of int64 that int32 cannot hold"):
+        next(iter(sb.TfDataIterDataset(dataset.map(lambda x: {"tokens": x["tokens"] + 2**40}), TOKENS)))
+
+
 def test_it_does_not_go_to_worker_processes():
     with pytest.raises(sb.ScheduleError, match="cannot go to worker processes: leave mp_prefetch out"):
         pickle.dumps(sb.TfDataIterDataset(data_of([1]), TOKENS))

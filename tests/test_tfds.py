@@ -9,7 +9,6 @@ import pytest
 import tensorflow_datasets as tfds
 
 import shapebucket as sb
-from shapebucket.arrays import as_arrays
 from shapebucket.cli import main
 
 F = tfds.features
@@ -270,13 +269,14 @@ def test_what_is_no_data_source_is_refused(source, message):
         ("int32[s]", b"text", r"is text, but the layout says 'int32\[s\]': make tokens of it with .map\(\)"),
         ("int8[s]", [1, 300], "holds numbers of int64 that int8 cannot hold: write another dtype"),
         ("int8[]", 300, "holds numbers of int64 that int8 cannot hold"),
+        ("int32[s]", np.array([2**40]), "holds numbers of int64 that int32 cannot hold"),
         ("int32[]", 0.5, "holds numbers of float64 that int32 cannot hold"),
     ],
 )
 def test_leaves_that_do_not_fit_are_refused_by_name(notation, leaf, message):
     layout = sb.Layout({"a": {"b": notation}, "x": "s"})
     with pytest.raises(sb.LayoutError, match=f"feature 'a/b': {message}"):
-        as_arrays({"a": {"b": leaf}, "x": np.zeros(1)}, layout)
+        sb.as_arrays({"a": {"b": leaf}, "x": np.zeros(1)}, layout)
 
 
 def test_a_sample_that_lacks_a_feature_is_refused_by_its_index(mixed):
@@ -289,9 +289,11 @@ def test_a_sample_that_lacks_a_feature_is_refused_by_its_index(mixed):
         source.__getitems__([5])
 
 
-def test_numbers_may_be_rounded_to_floats_and_lists_keep_what_they_are():
-    layout = sb.Layout({"x": "float32[]", "y": "s", "z": "float16[s]"})
-    arrays = as_arrays({"x": 0.1, "y": [np.int16(3)], "z": []}, layout)
+def test_numbers_may_be_rounded_to_floats_and_keep_what_they_are_without_a_dtype():
+    layout = sb.Layout({"x": "float32[]", "y": "s", "z": "float16[s]", "a": "int32[s]", "b": "int32[]"})
+    arrays = sb.as_arrays({"x": 0.1, "y": [np.int16(3)], "z": [], "a": np.arange(3), "b": np.int64(7), "c": 0}, layout)
+    assert arrays.keys() == {"x", "y", "z", "a", "b"}
+    assert (arrays["a"].dtype, arrays["b"].dtype) == (np.int32, np.int32)
     assert arrays["x"] == np.float32(0.1)
     assert arrays["y"].dtype == np.int16
     assert (arrays["z"].dtype, arrays["z"].shape) == (np.float16, (0,))
