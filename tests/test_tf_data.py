@@ -225,8 +225,8 @@ def spec_of(**features):
             r"'tokens': the elements .* do not have it; they have \['ids'\]",
         ),
         (
-            lambda: spec_of(tokens=tf.TensorSpec([None], tf.int64)),
-            r"is of int64, but the layout says 'int32\[s\]': cast it",
+            lambda: spec_of(tokens=tf.TensorSpec([None], tf.float32)),
+            r"is of float32, but the layout says 'int32\[s\]': cast it",
         ),
         (lambda: spec_of(tokens=tf.TensorSpec([], tf.int32)), r"has shape \(\), but the layout says 'int32\[s\]'$"),
         (lambda: spec_of(tokens=tf.TensorSpec([], tf.string)), "is of strings, .* make tokens of others"),
