@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OverlongError,
         PlanError,
         ProcessError,
+        RecordError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         plan_from_tf_boundaries,
         to_tf_boundaries,
     )
+    from shapebucket.records import RecordSource
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.sources import TfdsSource
     from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
@@ -63,6 +65,7 @@ _MODULES = {
         "OverlongError",
         "PlanError",
         "ProcessError",
+        "RecordError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
@@ -88,6 +91,7 @@ _MODULES = {
         "plan_from_tf_boundaries",
         "to_tf_boundaries",
     ),
+    "records": ("RecordSource",),
     "schedule": ("Schedule", "ScheduledBatch"),
     "sources": ("TfdsSource",),
     "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
@@ -126,6 +130,8 @@ __all__ = [
     "PlanReport",
     "PolynomialCost",
     "ProcessError",
+    "RecordError",
+    "RecordSource",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",

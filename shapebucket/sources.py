@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shapebucket.arrays import as_arrays
 from shapebucket.errors import LayoutError, LengthsError, MissingExtraError
 from shapebucket.layout import Layout
+from shapebucket.records import OnError, RecordSource
 from shapebucket.sampling import has_random_access
 
 _ARRAY_RECORD = re.compile(r"\.array_?record(-\d+-of-\d+)?[*?]*$")
@@ -40,7 +41,7 @@ def open_samples(
         raw: whether TFDS samples are as TFDS gives them, with text as bytes and lists of scalars.
 
     Returns:
-        Samples: dicts of arrays for TFDS (a `TfdsSource`), the records' bytes for ArrayRecord files.
+        Samples: dicts of arrays for TFDS (a `TfdsSource`), the records' bytes for ArrayRecord files (a `RecordSource`).
 
     Raises:
         LengthsError: for a source that is not there or cannot be read by random access.
@@ -63,20 +64,23 @@ class TfdsSource:
     Attributes:
         source: the data source.
         layout: the features that are read, and what they are.
+        records: the data source's samples, or None for those that cannot be read.
     """
 
     source: Any
     layout: Layout
+    records: RecordSource = field(repr=False)
 
-    def __init__(self, source: Any, layout: Layout | None = None) -> None:
+    def __init__(self, source: Any, layout: Layout | None = None, *, on_error: OnError = "error") -> None:
         """Wraps a data source; reads nothing.
 
         Args:
             source: what `tfds.data_source` or `builder.as_data_source` gives for one split.
             layout: the features to read, with dtypes; `Layout.from_tfds` of the data source's features if not given.
+            on_error: see `RecordSource`; `records.skipped` are the samples that were skipped.
 
         Raises:
-            LengthsError: for what is no data source.
+            LengthsError: for what is no data source, or another `on_error`.
             LayoutError: see `Layout.from_tfds`.
         """
         if not (has_random_access(source) and hasattr(source, "dataset_info")):
@@ -86,24 +90,25 @@ class TfdsSource:
                 f"{type(source).__name__}"
             )
         object.__setattr__(self, "source", source)
+        object.__setattr__(self, "records", RecordSource(source, on_error=on_error))
         object.__setattr__(self, "layout", layout or Layout.from_tfds(source.dataset_info.features))
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._arrays(index, self.source[index])
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        return self._arrays(index, self.records[index])
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | None]:
         """Reads several samples at once."""
-        return [self._arrays(*pair) for pair in zip(indices, self.source.__getitems__(indices), strict=True)]
+        return [self._arrays(*pair) for pair in zip(indices, self.records.__getitems__(indices), strict=True)]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
         return (self[index] for index in range(len(self)))  # data sources need not raise IndexError
 
-    def _arrays(self, index: int, sample: Any) -> dict[str, Any]:
+    def _arrays(self, index: int, sample: Any) -> dict[str, Any] | None:
         try:
-            return as_arrays(sample, self.layout)
+            return None if sample is None else as_arrays(sample, self.layout)
         except LayoutError as error:
             raise error.at(index) from None
 
@@ -135,7 +140,7 @@ def _open_tfds(name: str, data_dir: str | os.PathLike[str] | None, layout: Layou
     except ValueError as error:
         raise LengthsError(f"cannot read the split {split!r} of {where} by random access: {error}") from error
     if raw:
-        return samples
+        return RecordSource(samples)
     try:
         return TfdsSource(samples, layout)
     except LayoutError as error:
@@ -157,4 +162,4 @@ def _open_array_record(pattern: str) -> Any:
         raise MissingExtraError("array_record", "tfds") from error
     except (RuntimeError, ValueError) as error:
         raise LengthsError(f"cannot read {pattern!r}: {error}") from error
-    return source
+    return RecordSource(source)
