@@ -16,7 +16,7 @@ import numpy as np
 
 from shapebucket.tables import render
 
-PACKAGES = ("shapebucket", "numpy", "jax", "jaxlib", "grain")
+PACKAGES = ("shapebucket", "numpy", "jax", "jaxlib", "grain", "flax")
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ def result(
     return Result(metric, float(np.median(values)), (float(np.min(values)), float(np.max(values))), target, better)
 
 
-def main(name: str, measure: Callable[[bool], list[Result]]) -> None:
-    """Runs a benchmark from the command line: `--quick`, `--json FILE`; prints a table."""
+def main(name: str, measure: Callable[[bool], list[Result]], draw: Callable[[Path], None] | None = None) -> None:
+    """Runs a benchmark from the command line: `--quick`, `--json FILE`, and `--plot FILE` where it draws; prints a table."""
     parser = argparse.ArgumentParser(name)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    if draw is not None:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
     options = parser.parse_args()
     results = measure(options.quick)
     environment = {
@@ -78,6 +80,8 @@ def main(name: str, measure: Callable[[bool], list[Result]]) -> None:
         "quick": options.quick,
         **{package: _version(package) for package in PACKAGES},
     }
+    if draw is not None and options.plot:
+        draw(options.plot)
     if options.json:
         content = {"environment": environment, "results": [asdict(each) for each in results]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OverlongError,
         PlanError,
         ProcessError,
+        RecompileError,
         RecordError,
         ScheduleError,
         ShapebucketError,
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from shapebucket.lengths import LengthTable, load_lengths
     from shapebucket.loader_report import LoaderReport
     from shapebucket.loading import BucketedIterDataset, BucketedMapDataset, ElasticIterDataset
-    from shapebucket.loading.lockstep import LockstepIterDataset
+    from shapebucket.loading.lockstep import LockstepIterDataset, LockstepReport
     from shapebucket.measuring import measure
     from shapebucket.padding import length_mask, pad, unpad
     from shapebucket.planner import (
+        MeasuredCost,
         PolynomialCost,
         TableCost,
         count_steps,
@@ -49,9 +51,20 @@ if TYPE_CHECKING:
     from shapebucket.records import RecordSource
     from shapebucket.schedule import Schedule, ScheduledBatch
     from shapebucket.sources import TfdsSource
-    from shapebucket.step import BATCH, CompiledStep, CompileReport, Cost, Executable, OneOf
+    from shapebucket.step import (
+        BATCH,
+        BatchSizeFit,
+        CompiledStep,
+        CompileReport,
+        Cost,
+        Executable,
+        FittedBucket,
+        OneOf,
+        fit_batch_sizes,
+        measure_costs,
+    )
     from shapebucket.tf_data import TfDataIterDataset, from_tf_data
-    from shapebucket.watch import CompileCounter
+    from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
     "arrays": ("as_arrays",),
@@ -65,6 +78,9 @@ _MODULES = {
         "OverlongError",
         "PlanError",
         "ProcessError",
+        "RecompileError",
+        "RecordError",
+        "RecordSource",
         "RecordError",
         "ScheduleError",
         "ShapebucketError",
@@ -78,10 +94,11 @@ _MODULES = {
     "lengths": ("LengthTable", "load_lengths"),
     "loader_report": ("LoaderReport",),
     "loading": ("BucketedIterDataset", "BucketedMapDataset", "ElasticIterDataset"),
-    "loading.lockstep": ("LockstepIterDataset",),
+    "loading.lockstep": ("LockstepIterDataset", "LockstepReport"),
     "measuring": ("measure",),
     "padding": ("length_mask", "pad", "unpad"),
     "planner": (
+        "MeasuredCost",
         "PolynomialCost",
         "TableCost",
         "count_steps",
@@ -94,15 +111,27 @@ _MODULES = {
     "records": ("RecordSource",),
     "schedule": ("Schedule", "ScheduledBatch"),
     "sources": ("TfdsSource",),
-    "step": ("BATCH", "CompileReport", "CompiledStep", "Cost", "Executable", "OneOf"),
+    "step": (
+        "BATCH",
+        "BatchSizeFit",
+        "CompileReport",
+        "CompiledStep",
+        "Cost",
+        "Executable",
+        "FittedBucket",
+        "OneOf",
+        "fit_batch_sizes",
+        "measure_costs",
+    ),
     "tf_data": ("TfDataIterDataset", "from_tf_data"),
-    "watch": ("CompileCounter",),
+    "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BATCH",
     "ArraySpec",
+    "BatchSizeFit",
     "Bucket",
     "BucketPlan",
     "BucketedIterDataset",
@@ -116,6 +145,7 @@ __all__ = [
     "ElasticIterDataset",
     "Executable",
     "Feature",
+    "FittedBucket",
     "Layout",
     "LayoutError",
     "LengthHistogram",
@@ -123,6 +153,8 @@ __all__ = [
     "LengthsError",
     "LoaderReport",
     "LockstepIterDataset",
+    "LockstepReport",
+    "MeasuredCost",
     "MissingExtraError",
     "OneOf",
     "OverlongError",
@@ -130,6 +162,7 @@ __all__ = [
     "PlanReport",
     "PolynomialCost",
     "ProcessError",
+    "RecompileError",
     "RecordError",
     "RecordSource",
     "Schedule",
@@ -144,18 +177,22 @@ __all__ = [
     "TfdsSource",
     "as_arrays",
     "count_steps",
+    "fit_batch_sizes",
+    "forbid_compile",
     "from_tf_boundaries",
     "from_tf_data",
     "length_mask",
     "load_lengths",
     "make_global",
     "measure",
+    "measure_costs",
     "pad",
     "plan_buckets",
     "plan_by_rule",
     "plan_from_tf_boundaries",
     "to_tf_boundaries",
     "unpad",
+    "watch_compiles",
 ]
 
 

@@ -227,6 +227,7 @@ class BucketPlan:
         layout: which axes of a sample vary.
         buckets: the shapes, from the cheapest row to the dearest; a sample goes to the first that holds it.
         row_costs: what a row of each costs, in the order of `buckets`; None where that is its elements.
+        batch_multiple_of: every batch size is a multiple of it: the number of devices that the batch axis is sharded over.
         masks: what a batch carries beside the features: `"mask"`, a bool mask [B, size] for each axis, or `"length"`,
             int32 lengths [B], which are cheaper to transfer (`length_mask` makes the mask inside jit). A bool
             `example_mask` [B] comes with either.
@@ -237,6 +238,7 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     masks: Masks
     row_costs: tuple[float, ...] | None
+    batch_multiple_of: int
     planned: PlanReport | None = field(compare=False, repr=False)
 
     def __init__(
@@ -246,6 +248,7 @@ class BucketPlan:
         *,
         masks: Masks = "mask",
         row_costs: Sequence[float] | None = None,
+        batch_multiple_of: int = 1,
         planned: PlanReport | None = None,
     ) -> None:
         """Makes a plan by hand; `plan_buckets` makes the best one.
@@ -255,10 +258,12 @@ class BucketPlan:
             buckets: in any order.
             masks: see the class.
             row_costs: what a row of each costs, in the order of `buckets`, if that is not its elements.
+            batch_multiple_of: see the class.
             planned: what the plan does to the lengths it was made from, in the plan's order.
 
         Raises:
-            PlanError: for no buckets, two of one shape, or a bucket whose axes are not the layout's.
+            PlanError: for no buckets, two of one shape, or a bucket whose axes are not the layout's or whose batch size is no
+                multiple of `batch_multiple_of`.
             LayoutError: if a mask's key would clash with a feature's.
         """
         if masks not in get_args(Masks):
@@ -270,6 +275,11 @@ class BucketPlan:
         if len({bucket.axes for bucket in every}) != len(every) or not every:
             listed = ", ".join(map(str, every)) or "none"
             raise PlanError(f"a plan needs at least one bucket, and no two of one shape; got {listed}")
+        for bucket in every:
+            if bucket.batch_size % _whole("batch_multiple_of", batch_multiple_of):
+                raise PlanError(
+                    f"the batch size of {bucket} must be a multiple of batch_multiple_of {batch_multiple_of}"
+                )
         costs = row_costs or [int(layout.elements(list(bucket.sizes.values()))) for bucket in every]
         if len(costs) != len(every):
             raise PlanError(f"row_costs has {len(costs)} numbers for {len(every)} buckets")
@@ -286,6 +296,7 @@ class BucketPlan:
         object.__setattr__(self, "buckets", tuple(ordered))
         object.__setattr__(self, "masks", masks)
         object.__setattr__(self, "row_costs", tuple(float(costs[k]) for k in order) if row_costs else None)
+        object.__setattr__(self, "batch_multiple_of", int(batch_multiple_of))
         names = tuple(map(str, ordered))
         object.__setattr__(self, "planned", planned and replace(planned, buckets=names))
 
@@ -314,7 +325,7 @@ class BucketPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the shapes: equal for two plans that give the same batches for the same samples."""
-        shapes = {key: value for key, value in self.to_json().items() if key != "planned"}
+        shapes = {key: value for key, value in self.to_json().items() if key not in ("planned", "batch_multiple_of")}
         return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16]
 
     def find(self, lengths: Mapping[str, int] | Sequence[int] | int) -> Bucket:
@@ -489,7 +500,11 @@ class BucketPlan:
                     f"{bucket} has {bucket.batch_size} rows, which cannot be dealt evenly to {count} processes: plan with "
                     "batch_multiple_of= the number of devices of all processes together"
                 )
-        return replace(self, buckets=[replace(each, batch_size=each.batch_size // count) for each in self.buckets])
+        return replace(
+            self,
+            buckets=[replace(each, batch_size=each.batch_size // count) for each in self.buckets],
+            batch_multiple_of=self.batch_multiple_of // math.gcd(self.batch_multiple_of, count),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values; `from_json` takes them back."""
@@ -499,6 +514,7 @@ class BucketPlan:
             "layout": self.layout.to_json(),
             "masks": self.masks,
             "buckets": [{"axes": bucket.sizes, "batch_size": bucket.batch_size} for bucket in self.buckets],
+            "batch_multiple_of": self.batch_multiple_of,
             "row_costs": None if self.row_costs is None else list(self.row_costs),
             "planned": None if planned is None else planned.to_json(),
         }
@@ -522,6 +538,7 @@ class BucketPlan:
                 [Bucket(tuple(item["axes"].items()), item["batch_size"]) for item in value["buckets"]],
                 masks=value["masks"],
                 row_costs=value["row_costs"],
+                batch_multiple_of=value.get("batch_multiple_of", 1),
                 planned=None if planned is None else PlanReport.from_json(planned),
             )
         except (KeyError, TypeError, AttributeError, LayoutError) as error:

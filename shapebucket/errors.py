@@ -155,6 +155,20 @@ class BudgetError(StepError):
     """A bucket's step needs more memory than a device may hold."""
 
 
+class RecompileError(ShapebucketError, RuntimeError):
+    """Something would compile where `forbid_compile` allows none. It did not run, and donated nothing.
+
+    Attributes:
+        function: the name of the function.
+        differences: a line for each thing that is new about the call.
+    """
+
+    def __init__(self, message: str, function: str, differences: list[str]) -> None:
+        self.function = function
+        self.differences = differences
+        super().__init__(message)
+
+
 class MissingExtraError(ShapebucketError, ImportError):
     """A part of shapebucket needs a package that is not installed."""
 

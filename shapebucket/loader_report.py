@@ -34,6 +34,11 @@ def check_policies(remainder: str, overlong: str) -> None:
             raise ScheduleError(f"{name} must be one of {allowed}, but got {value!r}")
 
 
+def is_whole(value: object, least: int) -> bool:
+    """Returns whether a value is a whole number of at least so many; True is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
 @dataclass(frozen=True)
 class LoaderReport:
     """Counts, in samples, batches and elements (those of `Layout.elements`). Every sample is in exactly one of them.
@@ -51,6 +56,8 @@ class LoaderReport:
         waiting: samples taken from the source that no batch holds yet; 0 for a schedule.
         early: batches that a stream emitted before they were full, since a sample had waited for `max_wait`.
         absent: elements that the data set does not have (filtered out before the loader); they are no samples.
+        masked: rows of `samples` that became padding since their element was None when it was read (`absent="mask"`), in all
+            epochs that this process has read; 0 for others.
     """
 
     plan: BucketPlan
@@ -63,6 +70,11 @@ class LoaderReport:
     waiting: int
     early: int
     absent: int
+    masked: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "samples", "real_elements"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # it is of one moment, whoever counts on
 
     @property
     def seen(self) -> int:
@@ -118,6 +130,8 @@ class LoaderReport:
             "batches emitted early": self.early,
             "absent": self.absent,
         }
+        if self.masked:
+            lost["rows masked when they were read"] = self.masked
         return render(
             self._emitted,
             [*self.plan.layout.axes, "batch", "batches", "samples", "rows used", "padding"],

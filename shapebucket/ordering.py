@@ -26,7 +26,7 @@ def index_dtype(count: int) -> np.dtype[Any]:
 def permutation(count: int, seed: int, epoch: int, *, purpose: int = 0) -> Indices:
     """Returns a random order of 0, 1, …, count − 1 that depends on the arguments alone: that of raw 64-bit keys.
 
-    Two purposes of one seed and epoch have orders that know nothing of each other.
+    No two seeds (below 2¹²⁸), epochs or purposes share an order.
 
     NumPy promises a stable stream for its bit generators, not for `Generator.permutation` (NEP 19); a run that resumes
     under another NumPy must see the same batches.
@@ -71,8 +71,9 @@ def chunks(count: int) -> Iterator[slice]:
 
 
 def _keys(count: int, seed: int, epoch: int, purpose: int) -> Iterator[npt.NDArray[np.uint64]]:
-    entropy = np.random.SeedSequence([seed, epoch], spawn_key=(purpose,) if purpose else ())
-    bits = np.random.PCG64DXSM(entropy)
+    # A list of both would run into each other: [5, 1] is also the words of the seed 5 + 2³², and zeros at the end count for
+    # nothing. Before a spawn key, a seed is filled up to 128 bits.
+    bits = np.random.PCG64DXSM(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
     for part in chunks(count):
         yield bits.random_raw(part.stop - part.start)
 

@@ -199,7 +199,7 @@ def _fill(feature: Feature, leaves: Leaves, rows: int, shape: tuple[int, ...], *
     box = tuple(map(slice, shape))
     parts = [leaf[box] for leaf in leaves] if cut else leaves
     if feature.axes == feature.dims[:1]:
-        flat = out.reshape(-1, *shape[1:])  # one slice a row: the fastest way to copy in numpy
+        flat = out.reshape(rows * shape[0], *shape[1:])  # one slice a row: the fastest way to copy in numpy
         for start, part in zip(itertools.count(step=shape[0]), parts, strict=False):
             flat[start : start + len(part)] = part
     else:

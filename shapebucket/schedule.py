@@ -5,8 +5,10 @@ Letters in shapes: `N` samples, `M` batches of an epoch, `K` buckets.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +17,11 @@ import numpy.typing as npt
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import OverlongError, ScheduleError
 from shapebucket.lengths import LengthTable
-from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies, is_whole
 from shapebucket.ordering import by_group, chunks, index_dtype, permutation
 from shapebucket.processes import Shard, ShardLike
 
-_EPOCHS_KEPT = 2
+_SEEDS = 2**128
 
 
 class ScheduledBatch(NamedTuple):
@@ -88,7 +90,7 @@ class Schedule:
         Args:
             lengths: the lengths of every sample, in the data set's order.
             plan: the buckets.
-            seed: of the order of samples, a non-negative integer.
+            seed: of the order of samples, a non-negative integer below 2¹²⁸.
             shuffle: whether the order is random, another one each epoch; else the data set's own.
             shuffle_batches: a number of batches: each run of so many is put into random order, another one each epoch, after
                 the batches are formed. For data in an order of its own (`shuffle=False`), where lengths may come sorted;
@@ -107,16 +109,18 @@ class Schedule:
             ScheduleError: for a policy that does not exist, or if no batch is left.
         """
         check_policies(remainder, overlong)
-        if not isinstance(seed, int | np.integer) or seed < 0:
-            raise ScheduleError(f"the seed must be a non-negative integer, but got {seed!r}")
-        if shuffle_batches is not None and (not isinstance(shuffle_batches, int | np.integer) or shuffle_batches < 1):
+        if not is_whole(seed, 0) or seed >= _SEEDS:
+            raise ScheduleError(f"the seed must be a non-negative integer below 2**128, but got {seed!r}")
+        if shuffle_batches is not None and not is_whole(shuffle_batches, 1):
             raise ScheduleError(f"shuffle_batches must be a number of batches, or None, but got {shuffle_batches!r}")
         self.plan = plan
         self.shard = Shard.of(shard)
         self.own = plan.per_process(self.shard.count)
         self.lengths = LengthTable.of(lengths, plan.layout.axes)
-        self.seed, self.shuffle, self.remainder, self.overlong = seed, shuffle, remainder, overlong
-        self.shuffle_batches = shuffle_batches
+        self.seed, self.shuffle = int(seed), bool(shuffle)
+        self.remainder: Remainder = remainder
+        self.overlong: Overlong = overlong
+        self.shuffle_batches = None if shuffle_batches is None else int(shuffle_batches)
         bucket_of = np.empty(len(self.lengths), np.int16)
         for part in chunks(len(bucket_of)):
             bucket_of[part] = plan.assign(self.lengths.values[part])
@@ -148,11 +152,14 @@ class Schedule:
         self._forget()
 
     def _forget(self) -> None:
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[
+            int, _Epoch
+        ] = {}  # two: reading ahead stands at the end of one and the beginning of the next
+        self._latest = -1  # the one that was asked for last
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_epochs", "_lock")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_epochs", "_latest", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,6 +183,33 @@ class Schedule:
         """Yields the batches of the first epoch."""
         return (self[index] for index in range(len(self)))
 
+    def __repr__(self) -> str:
+        shard = f"{self.shard.index} of {self.shard.count}"
+        return f"Schedule(buckets={len(self.plan)}, batches={len(self)}, seed={self.seed}, shard={shard})"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides which batch stands where, as JSON values by name: a step means the same only where this is the same.
+
+        Plan and lengths stand there as hashes. The shard is left out, since a run goes on with another number of processes.
+        """
+        return {
+            "plan": self.plan.fingerprint,
+            "lengths": self._lengths_hash,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "shuffle_batches": self.shuffle_batches,
+            "remainder": self.remainder,
+            "overlong": self.overlong,
+        }
+
+    @cached_property
+    def _lengths_hash(self) -> str:
+        values = hashlib.sha256()
+        for part in chunks(len(self.lengths)):
+            values.update(self.lengths.values[part].astype("<i4", copy=False).tobytes())
+        return values.hexdigest()[:16]
+
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes."""
         this = self._epoch(epoch)
@@ -198,15 +232,22 @@ class Schedule:
 
     def _epoch(self, number: int) -> _Epoch:
         """Returns an epoch, computed once however many threads ask; one that is there does not wait for another."""
-        if (held := self._epochs.get(number)) is not None:
-            return held
-        with self._lock:
-            if number not in self._epochs:
-                while len(self._epochs) >= _EPOCHS_KEPT:
-                    del self._epochs[next(iter(self._epochs))]
-                epoch = self._compute(number)
-                self._epochs[number] = self._mixed(epoch, number, window) if (window := self.shuffle_batches) else epoch
-            return self._epochs[number]
+        held = self._epochs.get(number)
+        if held is None:
+            with self._lock:
+                held = self._epochs.get(number) or self._make(number)
+        self._latest = number
+        return held
+
+    def _make(self, number: int) -> _Epoch:
+        """Computes an epoch, and keeps it and the one that was asked for last."""
+        latest = self._epochs.get(self._latest)
+        self._epochs = {} if latest is None else {self._latest: latest}  # before the next one takes memory
+        epoch = self._compute(number)
+        if self.shuffle_batches:
+            epoch = self._mixed(epoch, number, self.shuffle_batches)
+        self._epochs = {**self._epochs, number: epoch}
+        return epoch
 
     def _mixed(self, epoch: _Epoch, number: int, window: int) -> _Epoch:
         """Returns an epoch with its batches shuffled within windows of so many."""

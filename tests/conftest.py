@@ -1,4 +1,8 @@
-import grain  # noqa: F401  (a data set made in a test must not pay for the import)
+import gc
+import json
+
+import grain
+import jax
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -31,6 +35,36 @@ def make_tokens(count: int, seed: int = 0, longest: int = 40) -> list[dict]:
     ]
 
 
+def assert_equal(found, expected):
+    """Two lists of batches."""
+    assert len(found) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_resumes_everywhere(dataset):
+    """Restores a fresh iterator after every batch, through JSON, and compares all that follows."""
+    iterator = iter(dataset)
+    states, batches = [json.dumps(iterator.get_state())], []
+    for batch in iterator:
+        batches.append(batch)
+        states.append(json.dumps(iterator.get_state()))
+    assert batches
+    for number, state in enumerate(states):
+        fresh = iter(dataset)
+        fresh.set_state(json.loads(state))
+        assert_equal(list(fresh), batches[number:])
+
+
+def end(iterator):
+    """Closes an iterator with worker processes, and frees what Grain leaves of it.
+
+    At the end of the data an error of Grain's holds its own frame, and so the workers' semaphores. A collection that comes while
+    another worker's are registered has CPython's resource tracker warn.
+    """
+    iterator.close()
+    gc.collect()
+
+
 @pytest.fixture
 def pairs() -> list[dict]:
     return make_pairs(100)
@@ -55,3 +89,13 @@ def token_lengths(tokens) -> sb.LengthTable:
 @pytest.fixture
 def token_plan(token_lengths) -> sb.BucketPlan:
     return sb.plan_buckets(token_lengths, max_buckets=4, token_budget=128)
+
+
+@pytest.fixture
+def source(tokens) -> grain.MapDataset:
+    return grain.MapDataset.source(tokens)
+
+
+@pytest.fixture
+def scheduled(source, token_plan, token_lengths) -> sb.BucketedMapDataset:
+    return sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1)

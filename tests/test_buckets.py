@@ -224,3 +224,19 @@ def test_a_plan_from_bare_lengths_takes_a_layout():
 
 def test_a_table_counts_the_bytes_of_a_batch():
     assert PLAN.batch_bytes(bucket(24, 4, 3)) == 3 * (24 * 4 + 4 * 4 + 4 * 4)
+
+
+def test_a_plan_keeps_the_multiple_of_its_batch_sizes(tmp_path):
+    plan = sb.plan_buckets([3, 9, 30], max_buckets=2, token_budget=240, batch_multiple_of=4)
+    assert plan.batch_multiple_of == 4
+    plan.save(tmp_path / "plan.json")
+    assert sb.BucketPlan.load(tmp_path / "plan.json").batch_multiple_of == 4
+    assert plan.per_process(2).batch_multiple_of == 2
+    by_hand = sb.BucketPlan(plan.layout, plan.buckets)
+    assert by_hand.batch_multiple_of == 1
+    assert by_hand.fingerprint == plan.fingerprint  # the same batches
+    written = plan.to_json()
+    del written["batch_multiple_of"]  # by an earlier shapebucket
+    assert sb.BucketPlan.from_json(written).batch_multiple_of == 1
+    with pytest.raises(sb.PlanError, match=r"the batch size of \[6 × s=4\] must be a multiple of batch_multiple_of 4"):
+        sb.BucketPlan(plan.layout, [sb.Bucket((("s", 4),), 6)], batch_multiple_of=4)

@@ -1,12 +1,17 @@
 """ElasticIterDataset: the state does not depend on the number of workers."""
 
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
 
 import grain
 import numpy as np
 import pytest
 from absl import flags
-from conftest import make_tokens
+from conftest import end, make_tokens
 
 import shapebucket as sb
 
@@ -17,6 +22,11 @@ NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 def workers(count: int) -> grain.MultiprocessingOptions:
     flags.FLAGS.mark_as_parsed()  # https://github.com/google/grain/issues/1355
     return grain.MultiprocessingOptions(num_workers=count)
+
+
+def at(index, **fingerprint):
+    """The state after so many elements."""
+    return {"next_index": index, "fingerprint": fingerprint}
 
 
 def through_json(state):
@@ -47,16 +57,13 @@ class TestWithoutWorkers:
         dataset = grain.MapDataset.range(10).repeat(2)
         assert list(sb.ElasticIterDataset(dataset, READ)) == list(dataset.to_iter_dataset(READ))
 
-    def test_states_are_those_of_to_iter_dataset(self):
-        """A run that did without this stage can take it up, and the reverse."""
-        dataset = grain.MapDataset.range(10)
-        plain, elastic = iter(dataset.to_iter_dataset(READ)), iter(sb.ElasticIterDataset(dataset, READ))
+    def test_states_say_how_many_elements_were_passed(self):
+        elastic = iter(sb.ElasticIterDataset(grain.MapDataset.range(10), READ))
         for expected in range(10):
-            assert plain.get_state() == elastic.get_state()
-            assert next(elastic) == next(plain) == expected
-        plain.set_state({"next_index": 7})
-        elastic.set_state({"next_index": 7})
-        assert list(plain) == list(elastic) == [7, 8, 9]
+            assert elastic.get_state() == at(expected)
+            assert next(elastic) == expected
+        elastic.set_state(at(7))
+        assert list(elastic) == [7, 8, 9]
 
     @pytest.mark.parametrize("read", [READ, NO_THREADS])
     def test_grains_own_check_passes(self, read):
@@ -70,12 +77,12 @@ class TestWithoutWorkers:
         assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
         with pytest.raises(OSError, match="try again"):
             next(iterator)
-        assert iterator.get_state() == {"next_index": 4}
+        assert iterator.get_state() == at(4)
         assert list(iterator) == [4, 5, 6, 7, 8, 9]
 
     def test_an_endless_data_set_goes_on_from_far_away(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(10).repeat(), READ))
-        iterator.set_state({"next_index": 10_000_000_004})
+        iterator.set_state(at(10_000_000_004))
         assert [next(iterator) for _ in range(8)] == [4, 5, 6, 7, 8, 9, 0, 1]
 
     def test_the_end_stays_the_end(self):
@@ -109,23 +116,66 @@ class TestMessages:
         ):
             sb.ElasticIterDataset(grain.MapDataset.range(3).to_iter_dataset())
 
-    @pytest.mark.parametrize("state", ["{}", {}, {"next_index": "3"}, {"next_index": 3, "exhausted": [0]}])
+    @pytest.mark.parametrize(
+        "state", ["{}", {}, {"next_index": 3}, at("3"), {**at(3), "fingerprint": "1f"}, {**at(3), "exhausted": [0]}]
+    )
     def test_what_is_no_state_is_refused(self, state):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
         with pytest.raises(
-            sb.StateError, match=r"takes the state \{'next_index': n\}, but got .*: it was saved by another pipeline"
+            sb.StateError,
+            match=r"takes the state \{'next_index': n, 'fingerprint': \{…\}\}, but got .*: it was saved by another pipeline",
         ):
             iterator.set_state(state)
+
+    def test_a_state_of_another_schedule_is_refused(self, tokens, token_plan, token_lengths):
+        """Whatever stages come between; another shard is no other schedule."""
+        source = grain.MapDataset.source(tokens)
+
+        def elastic(plan=token_plan, **options):
+            batches = sb.BucketedMapDataset(source, plan, token_lengths, **options)
+            return iter(sb.ElasticIterDataset(batches.map(lambda batch: batch).repeat(2), READ))
+
+        iterator = elastic(seed=1)
+        next(iterator)
+        state = through_json(iterator.get_state())
+        for options, changed in (
+            ({}, "seed 1, here 0"),
+            ({"seed": 1, "shuffle_batches": 4}, "shuffle_batches None, here 4"),
+            ({"seed": 1, "absent": "mask"}, "absent 'error', here 'mask'"),
+            ({"seed": 1, "plan": sb.plan_buckets(token_lengths, max_buckets=2, batch_size=4)}, "plan '.*', here '.*'"),
+        ):
+            with pytest.raises(
+                sb.StateError,
+                match=f"^the state was saved by a loader with {changed}: its steps mean other batches; restore it into one",
+            ):
+                elastic(**options).set_state(state)
+        same = elastic(seed=1)
+        same.set_state(state)
+        assert len(list(same)) == len(list(iterator))
+        plan = sb.plan_buckets(token_lengths, max_buckets=2, batch_size=4)
+        whole, half = (elastic(plan, shard=shard) for shard in ((0, 1), (1, 2)))
+        half.set_state(through_json(whole.get_state()))
+
+    def test_a_mix_of_schedules_has_the_fingerprints_of_all(self, tokens, token_plan, token_lengths):
+        source = grain.MapDataset.source(tokens)
+        one, two = (sb.BucketedMapDataset(source, token_plan, token_lengths, seed=seed) for seed in (1, 2))
+        elastic = sb.ElasticIterDataset(grain.MapDataset.mix([one, two]), READ)
+        assert elastic.fingerprint == {name: [one.fingerprint[name], two.fingerprint[name]] for name in one.fingerprint}
+        assert elastic.fingerprint["seed"] == [1, 2]
+        state = through_json(iter(elastic).get_state())
+        other = iter(sb.ElasticIterDataset(grain.MapDataset.mix([two, one]), READ))
+        with pytest.raises(sb.StateError, match=r"with seed \[1, 2\], here \[2, 1\]: its steps mean other batches"):
+            other.set_state(state)
 
     @pytest.mark.parametrize("index", [-1, 4])
     def test_a_state_of_a_longer_data_set_is_refused(self, index):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
         with pytest.raises(sb.StateError, match=f"was saved after {index} elements, but the data set has 3"):
-            iterator.set_state({"next_index": index})
+            iterator.set_state(at(index))
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))
-        assert str(dataset) == "ElasticIterDataset(workers=2)"
+        assert str(dataset) == repr(dataset) == "ElasticIterDataset(workers=2)"
         assert str(iter(dataset)) == "ElasticDatasetIterator(shards=2)"
 
 
@@ -135,28 +185,36 @@ class TestWithWorkers:
         """0 → 2 → 3 → 1 → 0, with elements that a filter left out, over the end of an epoch."""
         dataset = grain.MapDataset.range(11).filter(lambda number: number % 4 != 1).repeat(2)
         expected = list(dataset.to_iter_dataset(READ))
-        found, state = [], {"next_index": 0}
+        found, state = [], at(0)
         for count in (0, 2, 3, 1, 0):
             iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(count)))
             iterator.set_state(through_json(state))
             found += [next(iterator) for _ in range(3)]
             state = iterator.get_state()
-            iterator.close()
+            end(iterator)
         iterator = iter(sb.ElasticIterDataset(dataset, READ, workers(2)))
         iterator.set_state(through_json(state))
         assert found + list(iterator) == expected
-        iterator.close()
+        end(iterator)
 
     def test_running_workers_are_placed_anew(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
         assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
-        iterator.set_state({"next_index": 2})
+        iterator.set_state(at(2))
         assert [next(iterator) for _ in range(5)] == [2, 3, 4, 5, 6]
-        iterator.set_state({"next_index": 17})
+        iterator.set_state(at(17))
         assert list(iterator) == [17, 18, 19]
-        iterator.set_state({"next_index": 18})
+        iterator.set_state(at(18))
         assert list(iterator) == [18, 19]
-        iterator.close()
+        end(iterator)
+
+    def test_workers_that_have_not_answered_are_placed_anew(self):
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2)))
+        for index in (20, 19, 3, 19, 20, 0, 5):
+            iterator.set_state(at(index))
+            iterator.start_prefetch()
+        assert list(iterator) == list(range(5, 20))
+        end(iterator)
 
     def test_an_error_in_a_worker_is_raised_and_the_element_read_again(self):
         dataset = FailsOnce(6, fails=3).map(lambda number: number)
@@ -166,13 +224,14 @@ class TestWithWorkers:
             next(iterator)
         with pytest.raises(OSError, match="try again"):  # a new process, which fails once again
             next(iterator)
-        assert iterator.get_state() == {"next_index": 3}
-        iterator.close()
+        assert iterator.get_state() == at(3)
+        end(iterator)
 
     def test_mp_prefetch_behind_it_is_refused(self):
-        dataset = sb.ElasticIterDataset(grain.MapDataset.range(6), READ).mp_prefetch(workers(2))
+        iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(6), READ).mp_prefetch(workers(2)))
         with pytest.raises(sb.ScheduleError, match="has its own workers, and mp_prefetch behind it asks for a part"):
-            list(dataset)
+            next(iterator)
+        end(iterator)
 
     def test_a_stream_behind_it_resumes_with_another_number_of_workers(self, tokens, token_plan):
         source = grain.MapDataset.source(make_tokens(100))
@@ -187,7 +246,7 @@ class TestWithWorkers:
             state = iterator.get_state()
             if count == 3:
                 found += list(iterator)
-            iterator.close()
+            end(iterator)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one["tokens"], other["tokens"])
@@ -222,8 +281,78 @@ class BreaksInTheWorker:
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_so():
-    workers = grain.MultiprocessingOptions(num_workers=2)
-    dataset = sb.ElasticIterDataset(grain.MapDataset.source(BreaksInTheWorker()), None, workers)
-    with pytest.raises(Exception, match="no such file in the worker"):
-        list(dataset)
+@pytest.mark.parametrize("index", [0, 1, 7])
+def test_a_worker_that_cannot_start_says_so(index):
+    """At a restore too, where Grain's own reader would wait for ever."""
+    dataset = sb.ElasticIterDataset(grain.MapDataset.source(BreaksInTheWorker()), None, workers(2))
+    iterator = iter(dataset)
+    iterator.set_state(at(index))
+    iterator.start_prefetch()
+    iterator.set_state(at(index + 1))
+    iterator.set_state(at(index))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such file in the worker") as caught:
+            next(iterator)
+        note = "The worker gave no element before. To try again, make another iterator with iter(dataset)."
+        assert caught.value.__notes__.count(note) == 1
+    end(iterator)
+
+
+@pytest.mark.slow
+def test_workers_start_together_and_end_with_their_data():
+    dataset = sb.ElasticIterDataset(grain.MapDataset.range(20), READ, workers(2))
+    iterator = iter(dataset)
+    iterator.set_state(at(3))
+    before = set(multiprocessing.active_children())
+    iterator.start_prefetch()
+    limit = time.monotonic() + 20
+    while len(mine := set(multiprocessing.active_children()) - before) < 2 and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert len(mine) == 2
+    assert list(iterator) == list(range(3, 20))
+    limit = time.monotonic() + 20
+    while mine & set(multiprocessing.active_children()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not mine & set(multiprocessing.active_children())
+    end(iterator)
+
+
+def test_a_closed_iterator_says_so_and_keeps_its_state():
+    iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3), READ))
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    assert iterator.get_state() == at(1)
+    with pytest.raises(
+        sb.ScheduleError, match=r"was closed: make another with iter\(dataset\), and set_state\(\) to go on with it"
+    ):
+        next(iterator)
+
+
+SCRIPT = """
+import sys
+import grain, numpy as np
+import shapebucket as sb
+
+if __name__ == "__main__":
+    source = grain.MapDataset.range(30).map(lambda number: {"a": np.full(100_000, number)})
+    read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+    iterator = iter(sb.ElasticIterDataset(source, read, grain.MultiprocessingOptions(num_workers=2)))
+    for batch in iterator:
+        if str(batch["a"][0]) == sys.argv[1]:
+            break
+    held = [batch, batch["a"][5:]]
+    print(int(batch["a"].sum()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [7, 29])
+def test_a_script_that_simply_ends_prints_nothing(tmp_path, last):
+    """In the middle of the data or after it, with variables that hold the iterator and arrays in shared memory."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, str(script), str(last)], env=environment, **pipes)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{last * 100_000}\n", "")

@@ -15,6 +15,10 @@ EVERY = [
     errors.StateError("problem"),
     errors.StepError("problem"),
     errors.SignatureError("problem", ["tokens: this received, that expected"]),
+    errors.DriftError("problem", ["state: this taken, that returned"]),
+    errors.BudgetError("problem"),
+    errors.RecompileError("problem", "train_step", ["batch axis 1: 32 → 40"]),
+    errors.RecordError(7, "RuntimeError: corrupted", ("data.array_record", 3)),
     errors.MissingExtraError("matplotlib", "plots"),
 ]
 

@@ -10,8 +10,8 @@ import grain
 import numpy as np
 import pytest
 from absl import flags
+from conftest import assert_resumes_everywhere
 from grain._src.python.dataset.dataset import get_execution_summary  # no public name as yet
-from test_loading import assert_resumes_everywhere
 
 import shapebucket as sb
 
@@ -20,27 +20,17 @@ Spec = grain.experimental.ShapeDtypeStruct
 
 
 @pytest.fixture
-def source(tokens):
-    return grain.MapDataset.source(tokens)
-
-
-@pytest.fixture
-def batches(source, token_plan, token_lengths):
-    return sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1)
-
-
-@pytest.fixture
 def stream(source, token_plan):
     return sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
 
 
 @pytest.fixture(params=["batches", "stream", "elastic"])
-def loader(request, batches, stream):
+def loader(request, scheduled, stream):
     """Each loader as an IterDataset of batches."""
     loaders = {
-        "batches": batches.to_iter_dataset(READ),
+        "batches": scheduled.to_iter_dataset(READ),
         "stream": stream,
-        "elastic": sb.ElasticIterDataset(batches, READ),
+        "elastic": sb.ElasticIterDataset(scheduled, READ),
     }
     return loaders[request.param]
 
@@ -90,14 +80,14 @@ class TestElementSpec:
                 assert len(array.shape) == len(spec[name].shape)
                 assert all(known in (None, size) for size, known in zip(array.shape, spec[name].shape, strict=True))
 
-    def test_it_goes_through_other_stages(self, batches, stream):
+    def test_it_goes_through_other_stages(self, scheduled, stream):
         flags.FLAGS.mark_as_parsed()
-        spec = grain.experimental.get_element_spec(batches)
+        spec = grain.experimental.get_element_spec(scheduled)
         for stage in (
-            batches.repeat(),
-            batches[2:].shuffle(seed=0),
-            grain.MapDataset.mix([batches, batches]),
-            batches.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(num_workers=2)),
+            scheduled.repeat(),
+            scheduled[2:].shuffle(seed=0),
+            grain.MapDataset.mix([scheduled, scheduled]),
+            scheduled.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(num_workers=2)),
             stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)),
             grain.experimental.RepeatIterDataset(stream),
             grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1),
@@ -187,7 +177,7 @@ class TestCheckpoints:
     def test_states_go_through_json(self, loader, stage):
         assert_resumes_everywhere(STAGES[stage](loader))
 
-    def test_mixed_before_they_are_read(self, batches):
-        mixed = grain.MapDataset.mix([batches, batches.map(lambda batch: batch)], [0.7, 0.3]).repeat(2)
+    def test_mixed_before_they_are_read(self, scheduled):
+        mixed = grain.MapDataset.mix([scheduled, scheduled.map(lambda batch: batch)], [0.7, 0.3]).repeat(2)
         grain.experimental.assert_equal_output_after_checkpoint(mixed.to_iter_dataset(READ))
         assert_resumes_everywhere(mixed.to_iter_dataset(READ))

@@ -1,6 +1,10 @@
+import gc
 import json
+import pickle
 import threading
+import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import grain
@@ -8,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
-from conftest import make_tokens
+from conftest import assert_equal, assert_resumes_everywhere, end, make_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shapebucket as sb
 from shapebucket.loading import iter_dataset
 from shapebucket.loading._grain_private import recorded
+from shapebucket.loading.map_dataset import _Counter
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
 
@@ -42,35 +47,6 @@ class Flaky(grain.MapDataset):
         return self.data[index % len(self.data)]
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def assert_resumes_everywhere(dataset):
-    """Restores a fresh iterator after every batch, through JSON, and compares all that follows."""
-    iterator = iter(dataset)
-    states, batches = [json.dumps(iterator.get_state())], []
-    for batch in iterator:
-        batches.append(batch)
-        states.append(json.dumps(iterator.get_state()))
-    assert batches
-    for number, state in enumerate(states):
-        fresh = iter(dataset)
-        fresh.set_state(json.loads(state))
-        assert_equal(list(fresh), batches[number:])
-
-
-@pytest.fixture
-def source(tokens):
-    return grain.MapDataset.source(tokens)
-
-
-@pytest.fixture
-def scheduled(source, token_plan, token_lengths):
-    return sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1)
-
-
 def numbers(batches) -> list[int]:
     """The samples in some batches, by their first tokens."""
     return [int(n) for batch in batches for n in batch["tokens"][batch["example_mask"], 0]]
@@ -92,9 +68,6 @@ class TestSchedule:
     def test_it_resumes_after_every_batch(self, scheduled):
         assert_resumes_everywhere(scheduled.repeat(2).to_iter_dataset(READ))
 
-    def test_grains_own_check_passes(self, scheduled):
-        grain.experimental.assert_equal_output_after_checkpoint(scheduled.to_iter_dataset(READ))
-
     def test_epochs_repeat_with_another_order(self, scheduled):
         count = len(scheduled)
         two = list(scheduled.repeat(2).to_iter_dataset(READ))
@@ -109,6 +82,11 @@ class TestSchedule:
         loader = sb.BucketedMapDataset(source.random_map(noisy, seed=0), token_plan, token_lengths, shuffle=False)
         assert not np.array_equal(loader[0]["tokens"], loader[len(loader)]["tokens"])
         np.testing.assert_array_equal(loader[0]["tokens"], loader[0]["tokens"])
+
+    def test_its_fingerprint_is_that_of_the_schedule_and_its_policy(self, source, token_plan, token_lengths, scheduled):
+        assert scheduled.fingerprint == {**scheduled.schedule.fingerprint, "absent": "error"}
+        masking = sb.BucketedMapDataset(source, token_plan, token_lengths, seed=1, absent="mask")
+        assert masking.fingerprint == {**scheduled.fingerprint, "absent": "mask"}
 
     def test_slices_are_grains(self, scheduled):
         assert_equal(list(scheduled[1:4]), [scheduled[index] for index in (1, 2, 3)])
@@ -137,6 +115,20 @@ class TestSchedule:
             loader = sb.BucketedMapDataset(parent, token_plan, lengths)
             assert len(numbers(loader.repeat(2))) == 2 * len(parent)
 
+    def test_a_data_set_of_one_epoch_says_so_in_the_second(self, tokens, token_plan, token_lengths):
+        class OneEpoch(Flaky):
+            def __getitem__(self, index):
+                return self.slice(index) if isinstance(index, slice) else self.data[index]
+
+        loader = sb.BucketedMapDataset(OneEpoch(tokens), token_plan, token_lengths)
+        assert sorted(numbers(loader)) == list(range(100))
+        with pytest.raises(
+            sb.ScheduleError,
+            match=rf"batch {len(loader)} is of epoch 1, but the data set before the loader has one epoch only: it raised "
+            r"IndexError \(list index out of range\) for an index from its length on, which is how Grain asks for a later",
+        ):
+            list(loader.repeat(2))
+
     def test_a_sample_whose_length_changed_is_found_out(self, tokens, token_plan, token_lengths):
         loader = sb.BucketedMapDataset(grain.MapDataset.source(tokens), token_plan, token_lengths)
         tokens[5] = {"tokens": np.zeros(3 + len(tokens[5]["tokens"]), np.int32)}
@@ -147,8 +139,10 @@ class TestSchedule:
         options = grain.MultiprocessingOptions(num_workers=2)
         flags.FLAGS.mark_as_parsed()
         dataset = scheduled.to_iter_dataset(READ).mp_prefetch(options, sequential_slice=True)
+        iterator = iter(dataset)
         with pytest.raises(Exception, match=r"mp_prefetch\(sequential_slice=True\) gives each worker a part"):
-            list(dataset)
+            next(iterator)
+        end(iterator)
 
     def test_filtered_samples_are_counted_and_not_asked_for(self, source, token_plan):
         kept = source.filter(lambda each: each["tokens"][0] % 3 == 0)
@@ -174,7 +168,9 @@ class TestSchedule:
         plain = list(sb.BucketedMapDataset(source, token_plan, token_lengths))
         assert [each["tokens"].shape for each in batches] == [each["tokens"].shape for each in plain]
         assert [numbers([each]) for each in batches] == [[n for n in numbers([x]) if n % 3 == 0] for x in plain]
-        assert loader.masked == 66
+        assert loader.masked == loader.report().masked == 66
+        assert str(loader.report()).endswith(", 0 absent, 66 rows masked when they were read")
+        assert str(loader.schedule.report()).endswith(", 0 absent")
         lost = sum(len(loader.schedule[i].indices) - int(each["example_mask"].sum()) for i, each in enumerate(batches))
         assert lost == 66
         empty = sb.BucketedMapDataset(source.filter(lambda _: False), token_plan, token_lengths, absent="mask")
@@ -213,10 +209,25 @@ class TestSchedule:
         workers = scheduled.repeat(2).to_iter_dataset(READ).mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
         iterator = iter(workers)
         assert_equal(list(iterator), expected)
-        iterator.close()
+        end(iterator)
 
     def test_it_names_itself(self, scheduled):
-        assert str(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+        assert str(scheduled) == repr(scheduled) == f"BucketedMapDataset(buckets=4, batches={len(scheduled)})"
+
+
+def test_a_counter_counts_what_several_threads_add():
+    class Slow(int):
+        """Lets another thread come between reading and writing."""
+
+        def __radd__(self, other):
+            time.sleep(0.005)
+            return int(other) + int(self)
+
+    counter = _Counter()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(counter.add, [Slow(1)] * 16))
+    assert counter.value == 16
+    assert pickle.loads(pickle.dumps(counter)).value == 0
 
 
 def test_stop_iteration_in_a_map_does_not_pass_for_the_end(source, token_plan, token_lengths):
@@ -278,16 +289,6 @@ class TestStream:
         report = restored.report()
         assert report.seen == 100
         assert (report.truncated, report.overlong_dropped) == ((count, 0) if overlong == "truncate" else (0, count))
-
-    def test_grains_own_check_passes(self, source, token_plan):
-        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
-        grain.experimental.assert_equal_output_after_checkpoint(dataset)
-
-    def test_it_resumes_under_repeat_and_map(self, source, token_plan):
-        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
-        repeated = grain.experimental.RepeatIterDataset(dataset, num_epochs=2).map(lambda batch: batch["tokens"])
-        assert len(list(repeated)) == 2 * len(list(dataset))
-        assert_resumes_everywhere(repeated)
 
     def test_no_sample_waits_longer_than_max_wait(self, token_plan):
         tokens = [
@@ -428,6 +429,46 @@ class TestStream:
         assert report.waiting > 0
         assert report.seen == iterator.get_state()["seen"]
 
+    def test_a_report_stays_as_it_was_and_does_not_keep_the_iterator(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        iterator = iter(dataset)
+        next(iterator)
+        report = dataset.report()
+        assert report is iterator.report()
+        for counts in (report.batches, report.samples, report.real_elements):
+            assert isinstance(counts, tuple)
+        before = str(report)
+        next(iterator)
+        assert str(report) == before != str(dataset.report())
+        watched = weakref.ref(iterator)
+        del iterator
+        gc.collect()
+        assert watched() is None
+        assert sum(dataset.report().batches) == 2
+
+    def test_a_pickled_stream_has_read_nothing(self, source, token_plan):
+        dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
+        size = len(pickle.dumps(dataset))
+        next(iter(dataset))
+        assert dataset.report().seen > 0
+        pickled = pickle.dumps(dataset)
+        with pytest.raises(sb.ScheduleError, match="nothing was read in this process yet"):
+            pickle.loads(pickled).report()
+        assert len(pickled) < size + 4096  # the checker remembers a few shapes
+
+    def test_absent_elements_are_counted(self, tokens, token_plan):
+        with_gaps = [None if number % 4 == 1 else each for number, each in enumerate(tokens)]
+        parent = grain.MapDataset.source(with_gaps).to_iter_dataset(NO_THREADS, allow_nones=True)
+        dataset = sb.BucketedIterDataset(parent, token_plan)
+        iterator = iter(dataset)
+        next(iterator)
+        fresh = iter(dataset)
+        fresh.set_state(json.loads(json.dumps(iterator.get_state())))
+        for each in (iterator, fresh):
+            list(each)
+            assert each.report().absent == 25
+            assert sum(each.report().samples) == 75
+
     def test_reports_from_another_thread_do_not_disturb(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
         iterator = iter(dataset)
@@ -444,9 +485,10 @@ class TestStream:
             else state
         )
         found = []
-        for batch in fresh:
-            dataset.report()
-            found.append(batch)
+        with ThreadPoolExecutor(1) as pool:
+            for batch in fresh:
+                pool.submit(dataset.report).result()
+                found.append(batch)
         assert_equal(found, expected)
 
     def test_anchors_stay_few_when_nothing_waits(self, token_plan):
@@ -495,16 +537,17 @@ class TestStream:
         stage = sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan)
         before = iter(stage.mp_prefetch(options))
         assert sorted(numbers(before)) == list(range(100))
-        before.close()
+        end(before)
         with pytest.raises(sb.ScheduleError, match="under mp_prefetch the workers read, and count on their own"):
             stage.report()
-        after = sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan)
+        after = iter(sb.BucketedIterDataset(source.to_iter_dataset(READ).mp_prefetch(options), token_plan))
         expected = list(sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan))
         assert_equal(list(after), expected)
+        end(after)
 
     def test_it_names_itself(self, source, token_plan):
         dataset = sb.BucketedIterDataset(source.to_iter_dataset(), token_plan, max_wait=9)
-        assert str(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
+        assert str(dataset) == repr(dataset) == "BucketedIterDataset(buckets=4, max_wait=9)"
         assert str(iter(dataset)) == "BucketedDatasetIterator(buckets=4)"
 
 
@@ -681,16 +724,6 @@ class TestStreamAmongGrainsStages:
     def stream(self, source, token_plan):
         return sb.BucketedIterDataset(source.to_iter_dataset(READ), token_plan, max_wait=40)
 
-    def test_it_resumes_under_mix(self, tokens, stream, token_plan):
-        other = [{"tokens": each["tokens"] + 1000} for each in tokens[::-1]]
-        other = sb.BucketedIterDataset(grain.MapDataset.source(other).to_iter_dataset(READ), token_plan)
-        assert_resumes_everywhere(grain.IterDataset.mix([stream, other], weights=[0.7, 0.3]))
-
-    def test_it_resumes_under_a_prefetching_thread(self, stream):
-        threaded = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=3)
-        assert_equal(list(threaded), list(stream))
-        assert_resumes_everywhere(threaded)
-
     def test_it_resumes_over_a_prefetching_thread_a_filter_and_a_map(self, source, token_plan):
         parent = source.to_iter_dataset(READ).filter(lambda each: each["tokens"][0] % 5 > 0).map(lambda each: each)
         parent = grain.experimental.ThreadPrefetchIterDataset(parent, prefetch_buffer_size=3)
@@ -718,13 +751,13 @@ class TestStreamAmongGrainsStages:
         for batch in iterator:
             batches.append(batch)
             states.append(json.dumps(iterator.get_state()))
-        iterator.close()
+        end(iterator)
         assert sorted(numbers(batches)) == list(range(60))
         for number in range(0, len(states), 3):
             fresh = iter(dataset)
             fresh.set_state(json.loads(states[number]))
             assert_equal(list(fresh), batches[number:])
-            fresh.close()
+            end(fresh)
 
     def test_closing_it_closes_its_parents(self, stream):
         iterator = iter(stream)
@@ -750,18 +783,6 @@ class TestStreamAmongGrainsStages:
         next(iterator)
         assert iterator._stats._is_output
         assert not iterator._source._stats._is_output
-
-    def test_it_stands_in_grains_execution_summary(self, stream):
-        mode = grain.experimental.ExecutionTrackingMode.STAGE_TIMING
-        options = grain.experimental.DatasetOptions(execution_tracking_mode=mode)
-        iterator = iter(grain.experimental.WithOptionsIterDataset(stream, options))
-        count = len(list(iterator))
-        iterator._stats.report()  # what a thread of Grain's does every five seconds
-        nodes = iterator._stats._get_execution_summary().nodes
-        (mine,) = [node for node in nodes.values() if node.name.startswith("BucketedDatasetIterator")]
-        assert mine.num_produced_elements == count
-        assert mine.total_processing_time_ns > 0
-        assert "example_mask" in mine.output_spec
 
     def test_batches_are_made_where_grain_has_no_statistics(self, stream):
         class Bare:

@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from absl import flags
+from conftest import end
 
 import shapebucket as sb
 
@@ -183,7 +184,7 @@ def test_another_number_of_workers_goes_on(kind, source, plan, lengths, step, tm
         found += seen
         last = tmp_path / str(count)
         save(last, state, iterator)
-        iterator.close()
+        end(iterator)
     assert found == all_seen
     assert_same(state, expected)
 
@@ -203,17 +204,17 @@ def test_mp_prefetch_takes_no_state_of_another_number_of_workers(source, plan, s
         state, _ = train(step, initial(), iterator, STEPS)
         save(tmp_path / make.__name__, state, iterator)
         expected = train(step, state, iterator)[1]
-        iterator.close()
+        end(iterator)
         again = iter(make(count))
         assert train(step, restore(tmp_path / make.__name__, again), again)[1] == expected
-        again.close()
+        end(again)
     with pytest.raises(IndexError):
         restore(tmp_path / "before", iter(before(1)))
     more = iter(before(3))
     restore(tmp_path / "before", more)
     with pytest.raises(IndexError):
         train(step, initial(), more, 3)
-    more.close()
+    end(more)
     with pytest.raises(
         sb.StateError, match="this is no state of a BucketedIterDataset, .*: .*; one that was saved behind mp_pre"
     ):

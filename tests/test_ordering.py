@@ -7,7 +7,7 @@ from shapebucket import ordering
 
 
 def by_sorting(count: int, seed: int, epoch: int) -> np.ndarray:
-    keys = np.random.PCG64DXSM(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    keys = np.random.PCG64DXSM(np.random.SeedSequence(seed, spawn_key=(epoch, 0))).random_raw(count)
     return np.argsort(keys, kind="stable")
 
 
@@ -20,6 +20,18 @@ def test_a_permutation_is_the_order_of_its_random_keys(count, chunk, monkeypatch
         found = ordering.permutation(count, seed, epoch)
         np.testing.assert_array_equal(found, by_sorting(count, seed, epoch))
         assert found.dtype == np.int32
+
+
+def test_no_seed_has_the_orders_of_another():
+    """Nor of its batches: as lists of words, seeds that are 2³² apart had shifted epochs of the same orders."""
+    seeds = [0, 1, 5, 5 + 2**32, 5 + 2 * 2**32, 5 + 2**64, 5 + 2**96 + 2**32, 2**128 - 1]
+    orders = {
+        tuple(ordering.permutation(50, seed, epoch, purpose=purpose).tolist())
+        for seed in seeds
+        for epoch in (0, 1, 2, 3, 2**32, 2**32 + 1)
+        for purpose in (0, 1)
+    }
+    assert len(orders) == len(seeds) * 6 * 2
 
 
 @given(

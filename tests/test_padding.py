@@ -244,3 +244,13 @@ def test_length_masks_of_any_size(size, dtype):
     mask[:] = True
     np.testing.assert_array_equal(sb.length_mask(lengths, size)[0], np.zeros(size, bool))
     assert sb.length_mask(np.array([-3]), size).sum() == 0
+
+
+def test_a_dimension_may_be_empty():
+    layout = sb.Layout({"x": "int32[s 0]", "y": "float32[3 s 0]"})
+    samples = [{"x": np.zeros((n, 0), np.int32), "y": np.zeros((3, n, 0), np.float32)} for n in (1, 4)]
+    plan = sb.BucketPlan(layout, [sb.Bucket((("s", 5),), 3)])
+    batch = sb.pad(samples, plan.buckets[0], plan)
+    assert (batch["x"].shape, batch["y"].shape) == ((3, 5, 0), (3, 3, 5, 0))
+    assert batch["s_mask"].sum(axis=1).tolist() == [1, 4, 0]
+    assert [each["x"].shape for each in sb.unpad(batch, batch, layout)] == [(1, 0), (4, 0)]

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tokens
+from grain._src.python.dataset.dataset import get_execution_summary  # no public name as yet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -118,7 +119,8 @@ def means_of(step, batches):
     assert compiles.count == 0, compiles
     return means
 
-declared = means_of(sb.CompiledStep(mean_of, plan, batch_sharding=data), batches)
+step = sb.CompiledStep(mean_of, plan, batch_sharding=data)
+declared = means_of(step, batches)
 prepare = functools.partial(sb.make_global, sharding=data)
 prepared = means_of(sb.CompiledStep(mean_of, plan.per_process(count), prepare=prepare), local)
 assert declared == prepared
@@ -127,6 +129,7 @@ print(json.dumps({
     "means": declared,
     "buckets": [batch["tokens"].shape for batch in local],
     "numbers": [numbers(batch) for batch in local],
+    "forgotten": refused(lambda: step(zero, local[0])),
     "refusals": [
         refused(lambda: sb.BucketedMapDataset(source, plan, lengths)),
         refused(lambda: sb.BucketedIterDataset(source.to_iter_dataset(READ), plan)),
@@ -151,6 +154,9 @@ def test_jax_processes_have_the_same_bucket_at_each_step_and_compute_what_one_do
     assert len(whole) < 200
     expected = [whole[i] for i in range(200)]
     for each in found:
+        rows, size = each["buckets"][0]
+        hint = f"It has the rows of one of {count} processes of [{rows * count} × s={size}]: make_global() puts"
+        assert hint in each["forgotten"]
         assert [(rows * count, size) for rows, size in each["buckets"]] == [x["tokens"].shape for x in expected]
         assert each["means"] == [float(np.float32(x["tokens"].sum()) / np.float32(x["s_mask"].sum())) for x in expected]
     for step, batch in enumerate(expected):
@@ -209,6 +215,11 @@ def at_different_steps():
     iterator.set_state({**iterator.get_state(), "step": 5 + index})
     next(iterator)
 
+counted = iter(batches)
+for _ in counted:
+    pass
+report = counted.report()
+
 foreign = iter(batches)
 state = foreign.get_state()
 state["fingerprint"]["process"] += 1
@@ -222,6 +233,7 @@ print(json.dumps({
     "windows": refused(lambda: next(iter(other))),
     "steps": refused(at_different_steps),
     "foreign": refused(lambda: foreign.set_state(state)),
+    "report": [list(report.batches), report.empty, report.held],
     "process": index,
 }))
 """
@@ -244,6 +256,9 @@ def test_streams_of_jax_processes_agree_on_each_step_and_end_together(count):
                 f"{', '.join(str(first + i) for i in range(count))}: give all the same plan (one file, BucketPlan.load) and "
                 "window, and restore all from the same step"
             )
+        shapes = [size for _, size in each["buckets"]]
+        empty = sum(not rows for rows in each["numbers"])
+        assert each["report"] == [[shapes.count(size) for size in sorted(set(shapes))], empty, 0]
         process = each["process"]
         assert each["foreign"].startswith(
             f"StateError: the state was saved by a lockstep with process {process + 1}, here {process}: each process goes on"
@@ -618,9 +633,104 @@ class TestLockstep:
         ):
             next(short)
 
+    def test_a_state_that_the_stream_refuses_is_known_at_once(self, stream, token_plan):
+        iterator = iter(sb.LockstepIterDataset(stream, token_plan, window=4))
+        begun = [next(iterator) for _ in range(3)]
+        state = iterator.get_state()
+        with pytest.raises(sb.StateError, match="the data set before the loader does not take its part of the state"):
+            iterator.set_state({**state, "parent": {"next_index": 3}})
+        for use in (lambda: next(iterator), iterator.get_state):
+            with pytest.raises(sb.StateError, match="a state that the data set before the loader refused"):
+                use()
+        iterator.set_state(state)
+        assert sorted(rows_of([*begun, *iterator])) == list(range(100))
+
+    @pytest.mark.parametrize("at", [0, 1, 7])
+    @pytest.mark.parametrize("window", [1, 4])
+    @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+    def test_a_batch_that_could_not_be_read_is_not_passed_over(self, stream, token_plan, at, window, kind):
+        """The iterator stays failed; its state goes on with the batch."""
+        calls = []
+
+        def fail_once(batch):
+            calls.append(1)
+            if len(calls) == at + 1:
+                raise kind("once")
+            return batch
+
+        iterator = iter(sb.LockstepIterDataset(stream.map(fail_once), token_plan, window=window))
+        found = []
+        with pytest.raises(kind, match="once"):
+            found.extend(iterator)
+        again = (
+            pytest.raises(OSError, match="once")
+            if kind is OSError
+            else pytest.raises(
+                sb.ScheduleError, match=f"KeyboardInterrupt interrupted the reading of batch {at}: go on by"
+            )
+        )
+        with again:
+            next(iterator)
+        iterator.set_state(json.loads(json.dumps(iterator.get_state())))
+        assert sorted(rows_of([*found, *iterator])) == list(range(100))
+
+    def test_a_replay_that_failed_can_be_tried_again(self, stream, token_plan):
+        fails = []
+
+        def maybe(batch):
+            if fails:
+                fails.clear()
+                raise OSError("once")
+            return batch
+
+        lockstep = sb.LockstepIterDataset(stream.map(maybe), token_plan, window=4)
+        iterator = iter(lockstep)
+        begun = [next(iterator) for _ in range(3)]
+        fresh = iter(lockstep)
+        fresh.set_state(iterator.get_state())
+        fails.append(1)
+        with pytest.raises(OSError, match="once"):
+            next(fresh)
+        assert sorted(rows_of([*begun, *fresh])) == list(range(100))
+
+    def test_a_report_counts_steps_and_what_they_cost(self, stream, token_plan):
+        lockstep = sb.LockstepIterDataset(stream, token_plan, window=4)
+        with pytest.raises(sb.ScheduleError, match="no step was taken yet, so there is nothing to report"):
+            lockstep.report()
+        iterator = iter(lockstep)
+        assert iterator.report().summary == "0 steps, 0 of padding alone, 0 collectives, 0 batches held"
+        sizes = [next(iterator)["tokens"].shape[1] for _ in range(5)]
+        report = lockstep.report()
+        assert report == iterator.report()
+        assert report.batches == tuple(sizes.count(bucket.sizes["s"]) for bucket in token_plan.buckets)
+        assert (report.empty, report.held) == (0, 3)
+        assert 2 <= report.collectives <= 5
+        assert str(report) == f"5 steps, 0 of padding alone, {report.collectives} collectives, 3 batches held"
+        fresh = iter(lockstep)
+        fresh.set_state(json.loads(json.dumps(iterator.get_state())))
+        assert lockstep.report() == fresh.report() == report
+        rest, others = list(fresh), list(iterator)
+        assert len(rest) == len(others)
+        assert fresh.report() == iterator.report()
+        assert sum(fresh.report().batches) == 5 + len(rest)
+        assert fresh.report().held == 0
+
+    def test_it_stands_in_grains_execution_summary(self, stream, token_plan):
+        tracking = grain.experimental.DatasetOptions(
+            execution_tracking_mode=grain.experimental.ExecutionTrackingMode.STAGE_TIMING
+        )
+        lockstep = sb.LockstepIterDataset(stream, token_plan, window=4)
+        iterator = iter(grain.experimental.WithOptionsIterDataset(lockstep, tracking))
+        count = len(list(iterator))
+        iterator._stats.report()
+        nodes = get_execution_summary(iterator).nodes.values()
+        for name in ("LockstepDatasetIterator", "BucketedDatasetIterator"):
+            (node,) = [each for each in nodes if each.name.startswith(name)]
+            assert node.num_produced_elements == count
+
     def test_it_names_itself(self, stream, token_plan):
         lockstep = sb.LockstepIterDataset(stream, token_plan)
-        assert str(lockstep) == "LockstepIterDataset(buckets=4, window=32)"
+        assert str(lockstep) == repr(lockstep) == "LockstepIterDataset(buckets=4, window=32)"
         assert str(iter(lockstep)) == "LockstepDatasetIterator(buckets=4)"
 
 

@@ -1,5 +1,8 @@
 import itertools
+import json
 import pickle
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -77,9 +80,33 @@ def test_epochs_differ_and_seeds_differ_and_both_are_reproducible():
 def test_the_order_is_pinned_since_a_run_must_resume_under_another_numpy():
     schedule = sb.Schedule([1, 2, 3, 4, 5, 6, 7, 8], plan_of((8, 8)), seed=3)
     assert [schedule[epoch_number].indices.tolist() for epoch_number in (0, 1)] == [
-        [7, 6, 2, 5, 3, 0, 1, 4],
-        [5, 0, 4, 6, 3, 1, 2, 7],
+        [6, 5, 3, 4, 2, 7, 1, 0],
+        [5, 0, 1, 2, 7, 4, 3, 6],
     ]
+
+
+def test_a_fingerprint_is_of_all_that_decides_on_the_batches_and_of_nothing_else():
+    options = {"seed": np.int64(3), "shuffle_batches": np.int64(5)}
+    mine = sb.Schedule(LENGTHS, PLAN, **options)
+    assert json.loads(json.dumps(mine.fingerprint)) == mine.fingerprint
+    others = [
+        sb.Schedule(LENGTHS, PLAN, **{**options, **changed})
+        for changed in (
+            {"seed": 4},
+            {"shuffle": False},
+            {"shuffle_batches": None},
+            {"remainder": "drop"},
+            {"overlong": "drop"},
+        )
+    ]
+    others.append(sb.Schedule(LENGTHS, plan_of((4, 4), (8, 4), (16, 2)), **options))
+    others.append(sb.Schedule(LENGTHS[::-1], PLAN, **options))
+    names = ["seed", "shuffle", "shuffle_batches", "remainder", "overlong", "plan", "lengths"]
+    for name, other in zip(names, others, strict=True):
+        assert [key for key, value in other.fingerprint.items() if value != mine.fingerprint[key]] == [name]
+    assert sorted(mine.fingerprint) == sorted(names)
+    for index in range(2):
+        assert sb.Schedule(list(LENGTHS), PLAN, **options, shard=(index, 2)).fingerprint == mine.fingerprint
 
 
 def test_batches_are_shuffled_within_windows_and_stay_the_same_batches():
@@ -106,10 +133,10 @@ def test_batches_are_shuffled_within_windows_and_stay_the_same_batches():
 def test_the_order_of_shuffled_batches_is_pinned_too():
     schedule = sb.Schedule([1] * 8, plan_of((1, 1)), seed=3, shuffle=False, shuffle_batches=4)
     assert [int(rows[0]) for number in (0, 1) for _, rows in epoch(schedule, number)] == [
-        *(3, 2, 1, 0),
-        *(4, 6, 7, 5),
         *(0, 1, 3, 2),
-        *(6, 4, 5, 7),
+        *(7, 4, 6, 5),
+        *(0, 1, 3, 2),
+        *(4, 6, 5, 7),
     ]
 
 
@@ -193,6 +220,41 @@ def test_threads_and_pickles_see_one_order():
     assert [found[index] for index in range(len(expected))] == expected
 
 
+class Counting(sb.Schedule):
+    """Notes which epochs are computed."""
+
+    def _compute(self, number):
+        self.__dict__.setdefault("computed", []).append(number)
+        time.sleep(0.01)  # time for other threads to come
+        return super()._compute(number)
+
+
+def test_the_epoch_asked_for_last_is_kept_when_another_is_computed():
+    schedule = Counting(LENGTHS, PLAN)
+    for number in (0, 1, 0, 1, 0, 2, 0, 2, 0):
+        schedule[number * len(schedule)]
+    assert schedule.computed == [0, 1, 2]
+    schedule[1 * len(schedule)]
+    assert schedule.computed == [0, 1, 2, 1]
+    for number in range(20):
+        schedule[number * len(schedule)]
+        assert len(schedule._epochs) <= 2
+
+
+def test_an_epoch_is_computed_once_however_many_threads_ask():
+    schedule = Counting(LENGTHS, PLAN)
+    together = threading.Barrier(8)
+
+    def ask(_):
+        together.wait()
+        return schedule[0].indices.tolist()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    assert schedule.computed == [0]
+    assert all(each == found[0] for each in found)
+
+
 def test_a_pickle_carries_no_epoch():
     lengths = np.ones(100_000, np.int32)
     schedule = sb.Schedule(lengths, plan_of((4, 8)))
@@ -206,8 +268,14 @@ def test_a_pickle_carries_no_epoch():
     [
         ({"remainder": "keep"}, r"remainder must be one of \('pad', 'drop'\), but got 'keep'"),
         ({"overlong": "cut"}, r"overlong must be one of \('error', 'truncate', 'drop'\), but got 'cut'"),
-        ({"seed": -1}, "the seed must be a non-negative integer, but got -1"),
-        ({"seed": 1.5}, "the seed must be a non-negative integer, but got 1.5"),
+        ({"seed": -1}, r"the seed must be a non-negative integer below 2\*\*128, but got -1"),
+        ({"seed": 1.5}, "the seed must be a non-negative integer .*, but got 1.5"),
+        ({"seed": True}, "the seed must be a non-negative integer .*, but got True"),
+        (
+            {"seed": 2**128},
+            "the seed must be a non-negative integer .*, but got 340282366920938463463374607431768211456",
+        ),
+        ({"shuffle_batches": True}, "shuffle_batches must be a number of batches, or None, but got True"),
         ({"shuffle_batches": 0}, "shuffle_batches must be a number of batches, or None, but got 0"),
         ({"shuffle_batches": "all"}, "shuffle_batches must be a number of batches, or None, but got 'all'"),
     ],
@@ -224,6 +292,11 @@ def test_no_batch_is_an_error():
         sb.Schedule([1], PLAN, remainder="drop")
     with pytest.raises(sb.ScheduleError, match="no batch can be made of this data: it has no samples"):
         sb.Schedule([99], PLAN, overlong="drop")
+
+
+def test_it_names_itself():
+    schedule = sb.Schedule(LENGTHS, PLAN, seed=3, shard=(1, 2))
+    assert repr(schedule) == f"Schedule(buckets=3, batches={len(schedule)}, seed=3, shard=1 of 2)"
 
 
 def test_negative_indices_are_refused():

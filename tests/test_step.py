@@ -372,3 +372,31 @@ def test_the_counter_counts_jits_compiles_by_function():
     assert compiles.seconds > 0
     jitted(np.zeros(5, np.float32))
     assert compiles.by_function["jit(some_function)"] == 3
+
+
+RESTART = """
+import sys
+import jax, jax.numpy as jnp
+import shapebucket as sb
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+plan = sb.BucketPlan(sb.Layout({"x": "float32[s]"}), [sb.Bucket((("s", size),), 2) for size in (2, 4, 8)])
+step = sb.CompiledStep(lambda state, batch: state + batch["x"].sum(), plan, donate_argnums=0)
+state = jnp.zeros(())
+found.clear()
+step.compile(state, sb.BATCH, progress=False)
+print(*(found.count(f"/jax/compilation_cache/cache_{kind}") for kind in ("hits", "misses")))
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_finds_its_programs_in_jaxs_persistent_cache(tmp_path):
+    def run():
+        command = [sys.executable, "-c", RESTART, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert run() == "0 3"
+    assert run() == "3 0"

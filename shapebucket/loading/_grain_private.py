@@ -1,13 +1,27 @@
-"""The private things of Grain that the loaders touch: `_stats`, where stages record what they do, and `_element_spec`.
+"""The private things of Grain that the loaders touch.
+
+They are `_stats`, where stages record what they do; `_element_spec`; the parents of an iterator; and the arrays in shared
+memory, with the thread that frees them.
 
 Grain (0.2.18) has no public way for a stage of somebody else's to record, or to offer the spec that the public
 `grain.experimental.get_element_spec` asks for. Without `_stats`, a stage is missing from the execution summary and from the
 graph, and its parent takes itself for the pipeline's output, for which Grain records a histogram entry an element: 1.4 µs of
-5.3 µs a sample. Where Grain no longer has them, batches are made all the same, and tests/test_grain_tools.py fails.
+5.3 µs a sample.
+
+What comes from worker processes lies in shared memory, which a thread frees. At the end of a script, Grain leaves to that
+thread what it can do no more, and closes iterators when the modules it needs are gone: both end in messages that nobody can
+do anything about.
+
+Where Grain no longer has these, batches are made all the same, and tests/test_grain_tools.py or tests/test_elastic.py fails.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import mmap
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +30,7 @@ import grain
 from shapebucket.buckets import BucketPlan
 
 T = TypeVar("T")
+_LIVING: weakref.WeakSet[grain.DatasetIterator[Any]] = weakref.WeakSet()  # iterators with worker processes
 
 
 def recorded(stage: Any, make: Callable[[], T]) -> T:
@@ -30,6 +45,39 @@ def recorded(stage: Any, make: Callable[[], T]) -> T:
 def connect(stage: Any) -> None:
     """Connects the figures of a stage with those of its parents; once these have made something, they would start anew."""
     getattr(stage, "_stats", None)
+
+
+def close_at_exit(iterator: grain.DatasetIterator[Any]) -> None:
+    """Has an iterator with worker processes closed when the script ends, if it still lives then."""
+    _LIVING.add(iterator)
+    atexit.unregister(_end)
+    atexit.register(_end)  # after those of Grain and multiprocessing, and so before them when the script ends
+
+
+def _end() -> None:
+    living: list[Any] = list(_LIVING)
+    for iterator in living:
+        iterator.close()
+        iterator._parents = ()  # they go now, and not when the modules are gone
+    with contextlib.suppress(ImportError, AttributeError):
+        _free_shared_memory()
+
+
+def _free_shared_memory() -> None:
+    """Frees the elements that are gone, and the names of those that a variable of the script still holds."""
+    from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
+
+    arrays: Any = SharedMemoryArray
+    pool, arrays._del_thread_pool = arrays._del_thread_pool, None
+    if pool is None:
+        return
+    pool.close()
+    pool.join()
+    held: list[Any] = [each for each in gc.get_objects() if type(each) is arrays]
+    for array in held:
+        if array._unlink_on_del and isinstance(array.base, mmap.mmap):
+            array.shm.unlink()
+    del arrays.__del__  # it needs modules that are gone before the variables of a script
 
 
 class _Emitting(Protocol):

@@ -13,17 +13,20 @@ import grain
 
 from shapebucket.errors import ScheduleError, StateError
 from shapebucket.flags import mark_flags_parsed
-from shapebucket.loading._grain_private import ElementsOfParent, connect, recorded
+from shapebucket.loading._grain_private import ElementsOfParent, close_at_exit, connect, recorded
+from shapebucket.loading.fingerprints import changes, joined
 
 _T = TypeVar("_T")
+_STATE = {"next_index", "fingerprint"}
 
 
 class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     """Reads a `grain.MapDataset` in its order, with threads and worker processes; the state is one integer.
 
     It stands in the place of `to_iter_dataset(…).mp_prefetch(…)`, whose state holds one state a worker, so that another number
-    of workers does not take it. Here the state is `{"next_index": n}` for any number, as that of `to_iter_dataset` without
-    workers: a checkpoint of one is restored into the other.
+    of workers does not take it. Here the state is `{"next_index": n, "fingerprint": {…}}` for any number; the fingerprint
+    is that of the `BucketedMapDataset` before it, without which a step means nothing, and another one is refused. Of other
+    stages (a `shuffle` of samples, a `map`) nothing is known: they must be as they were.
 
     Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over. The
     workers end when their parent is killed; those of `mp_prefetch` alone then wait for ever.
@@ -61,15 +64,36 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
         super().__init__(parent)
         self._source = parent
         self._workers = multiprocessing_options.num_workers if multiprocessing_options else 0
-        self._shards = [self._shard(at, read_options, multiprocessing_options) for at in range(max(1, self._workers))]
+        self._read, self._processes = read_options, multiprocessing_options
 
-    def _shard(
-        self, at: int, read: grain.ReadOptions | None, workers: grain.MultiprocessingOptions | None
-    ) -> grain.IterDataset[_T]:
-        if not self._workers or workers is None:
-            return self._source.to_iter_dataset(read, allow_nones=True)
-        one = grain.MultiprocessingOptions(1, workers.per_worker_buffer_size, workers.enable_profiling)
-        return self._source[at :: self._workers].to_iter_dataset(read, allow_nones=True).mp_prefetch(one, _watch_parent)
+    def _shard(self, at: int) -> _Shard[_T]:
+        """Returns every n-th element from one on, for n workers."""
+        part = self._source[at :: max(1, self._workers)]
+        return _Shard(part.to_iter_dataset(self._read, allow_nones=True), len(part))
+
+    def _in_worker(self, shard: _Shard[_T]) -> grain.IterDataset[_T]:
+        if self._processes is None or not self._workers:
+            return shard
+        buffered, profiled = self._processes.per_worker_buffer_size, self._processes.enable_profiling
+        return shard.mp_prefetch(grain.MultiprocessingOptions(1, buffered, profiled), _watch_parent)
+
+    @property
+    def length(self) -> int:
+        """Elements, those that are None included."""
+        return len(self._source)
+
+    @property
+    def workers(self) -> int:
+        """Worker processes."""
+        return self._workers
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a state must have been saved with to be restored here, by name: that of the `BucketedMapDataset` before it.
+
+        Of several, each name has a list; {} if there is none.
+        """
+        return joined(self._source)
 
     def set_slice(self, sl: builtins.slice, sequential_slice: bool = False) -> None:
         """Refuses `mp_prefetch`, which would cut up what is read here.
@@ -85,22 +109,57 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     def __iter__(self) -> grain.DatasetIterator[_T]:
         if self._workers:
             mark_flags_parsed()
-        return _ElasticDatasetIterator([iter(shard) for shard in self._shards], len(self._source))
+        shards = [self._shard(at) for at in range(max(1, self._workers))]
+        iterator = _ElasticDatasetIterator(self, shards, [iter(self._in_worker(shard)) for shard in shards])
+        if self._workers:
+            close_at_exit(iterator)
+        return iterator
 
     def __str__(self) -> str:
         return f"ElasticIterDataset(workers={self._workers})"
+
+    __repr__ = __str__
+
+
+class _Shard(grain.IterDataset[_T]):
+    """The elements of one worker, from `start` on, as it is when the worker starts.
+
+    A worker that is told its place by `set_next_index` before it has started drops the error of a start that failed, and its
+    reader waits for ever.
+    """
+
+    def __init__(self, parent: grain.IterDataset[_T], length: int) -> None:
+        super().__init__(parent)
+        self._elements = parent
+        self.length = length
+        self.start = 0
+
+    def __iter__(self) -> grain.DatasetIterator[_T]:
+        iterator = iter(self._elements)
+        if self.start:
+            grain.experimental.set_next_index(iterator, self.start)
+        return iterator
+
+    def __str__(self) -> str:
+        return f"ElasticShard(start={self.start})"
 
 
 class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
     """Takes turns between iterators over every n-th element each."""
 
-    def __init__(self, shards: list[grain.DatasetIterator[_T]], length: int) -> None:
+    def __init__(
+        self, dataset: ElasticIterDataset[_T], parts: list[_Shard[_T]], shards: list[grain.DatasetIterator[_T]]
+    ) -> None:
         super().__init__(shards)
+        self._dataset = dataset
+        self._parts = parts
         self._shards = shards
-        self._length = length
+        self._length = dataset.length
         self._next = 0
         self._placed = False  # whether the shards stand where `_next` says
-        self._fresh = True  # whether they were never moved
+        self._started = [False] * len(shards)
+        self._answered = [dataset.workers == 0] * len(shards)  # whether each has given an element
+        self._failure: Exception | None = None  # of a worker that gave none
 
     def __next__(self) -> _T:
         while self._next < self._length:
@@ -113,48 +172,88 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         """Takes the next element. One that cannot be read stays the next one."""
         self.start_prefetch()
         self._placed = False  # until it is counted, how far the shard came is not known
-        try:
-            element = next(self._shards[self._next % len(self._shards)])
-        except StopIteration as error:  # would pass for the end of the data
-            raise ScheduleError(
-                f"element {self._next} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
-            ) from error
+        element = self._ask(self._next % len(self._parts), self._next)
         self._next += 1
         self._placed = True
         return element
 
+    def close(self) -> None:
+        """Ends the iterator and its workers; `get_state` stays."""
+        super().close()
+        self._shards = []
+
     def start_prefetch(self) -> None:
         """Puts the shards in their places and starts them, all at once; does nothing the second time."""
+        if not self._shards:
+            raise ScheduleError(
+                "this iterator was closed: make another with iter(dataset), and set_state() to go on with it"
+            )
         if self._placed:
             return
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
         connect(self)
         for at, shard in enumerate(self._shards):
-            before = -(-(self._next - at) // len(self._shards))
-            if (
-                before > 0 or not self._fresh
-            ):  # one that was moved before it started would never say that its start failed
-                grain.experimental.set_next_index(shard, max(0, before))
-        self._fresh = False
-        for shard in self._shards:
+            before = max(0, -(-(self._next - at) // len(self._shards)))
+            if self._dataset.workers and not self._started[at]:
+                self._start(at, before)
+                continue
+            if not self._answered[at]:
+                self._ask(at, at + self._parts[at].start * len(self._parts))  # raises if it could not start
+            grain.experimental.set_next_index(shard, before)
             shard.start_prefetch()
         self._placed = True
 
+    def _start(self, at: int, before: int) -> None:
+        """Starts a worker in its place, if there is anything left to read."""
+        part, shard = self._parts[at], self._shards[at]
+        if before < part.length:
+            part.start = before
+            shard.get_state()  # makes the iterator that start_prefetch starts
+            self._started[at] = True
+            shard.start_prefetch()
+
+    def _ask(self, at: int, number: int) -> _T:
+        """Takes a shard's next element. A worker that raises before it gave any may be one that cannot start: that is final."""
+        try:
+            element = next(self._shards[at])
+        except StopIteration as error:  # would pass for the end of the data
+            raise ScheduleError(
+                f"element {number} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
+            ) from error
+        except Exception as error:
+            if not self._answered[at]:
+                error.add_note(
+                    "The worker gave no element before. To try again, make another iterator with iter(dataset)."
+                )
+                self._failure = error
+            raise
+        self._answered[at] = True
+        return element
+
     def get_state(self) -> dict[str, Any]:
-        """Returns how many elements were passed, the same for any number of workers."""
-        return {"next_index": self._next}
+        """Returns how many elements were passed, the same for any number of workers, and the loader's fingerprint."""
+        return {"next_index": self._next, "fingerprint": self._dataset.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes a state that `get_state` returned, or an iterator of `to_iter_dataset` without workers.
+        """Takes a state that `get_state` returned.
 
         Raises:
-            StateError: if it is neither, or of a longer data set.
+            StateError: if it is none, or of another schedule, or of a longer data set.
         """
-        index = state.get("next_index") if isinstance(state, dict) and len(state) == 1 else None
-        if not isinstance(index, int):
+        whole = isinstance(state, dict) and state.keys() == _STATE
+        if not whole or not isinstance(state["next_index"], int) or not isinstance(state["fingerprint"], dict):
             raise StateError(
-                f"ElasticIterDataset takes the state {{'next_index': n}}, but got {str(state)[:80]!r}: it was saved by another "
-                "pipeline (that of mp_prefetch holds one state a worker)"
+                "ElasticIterDataset takes the state {'next_index': n, 'fingerprint': {…}}, but got "
+                f"{str(state)[:80]!r}: it was saved by another pipeline (that of to_iter_dataset has no fingerprint, that of "
+                "mp_prefetch one state a worker)"
             )
+        if changed := changes(state["fingerprint"], self._dataset.fingerprint):
+            raise StateError(
+                f"the state was saved by a loader with {changed}: its steps mean other batches; restore it into one with the "
+                "same plan and lengths (their files), seed and policies"
+            )
+        index = state["next_index"]
         if not 0 <= index <= self._length:
             raise StateError(
                 f"the state was saved after {index} elements, but the data set has {self._length}: it is not the one that the "
@@ -163,7 +262,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         self._next, self._placed = index, False
 
     def __str__(self) -> str:
-        return f"ElasticDatasetIterator(shards={len(self._shards)})"
+        return f"ElasticDatasetIterator(shards={len(self._parts)})"
 
 
 def _same(element: _T) -> _T:

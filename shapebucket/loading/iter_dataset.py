@@ -17,9 +17,10 @@ import numpy as np
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
-from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies
+from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies, is_whole
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
 from shapebucket.loading.fingerprints import changes
+from shapebucket.loading.parents import Parent
 from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
 from shapebucket.processes import require_one_process
 from shapebucket.schedule import promote
@@ -81,7 +82,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         super().__init__(parent)
         check_plan(plan)
         check_policies(remainder, overlong)
-        if max_wait is not None and (not isinstance(max_wait, int | np.integer) or max_wait < 1):
+        if max_wait is not None and not is_whole(max_wait, 1):
             raise ScheduleError(f"max_wait must be at least 1 sample, a whole number, or None, but got {max_wait!r}")
         plan.batch_spec(plan.buckets[0])
         if not lockstep:
@@ -96,7 +97,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         self.overlong: Overlong = overlong
         self.checker = Checker(plan)
         self._samples = parent
-        self._latest: BucketedDatasetIterator | None = None
+        self._board = _Board()
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -109,8 +110,8 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         }
 
     def __iter__(self) -> BucketedDatasetIterator:
-        self._latest = BucketedDatasetIterator(iter(self._samples), self)
-        return self._latest
+        self._board = _Board()
+        return BucketedDatasetIterator(iter(self._samples), self, self._board)
 
     def report(self) -> LoaderReport:
         """Counts what became of every sample of the iterator that was made last in this process; print it.
@@ -122,18 +123,26 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         Raises:
             ScheduleError: if it has read nothing in this process: worker processes count on their own.
         """
-        if self._latest is None or not self._latest.started:
+        if self._board.report is None:
             raise ScheduleError(
                 "nothing was read in this process yet, so there is nothing to report; under mp_prefetch the workers read, and "
                 "count on their own: put this stage after mp_prefetch, or use BucketedMapDataset, whose report needs no reading"
             )
-        return self._latest.report()
+        return self._board.report
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_latest": None}
+        return {**self.__dict__, "_board": _Board()}
 
     def __str__(self) -> str:
         return f"BucketedIterDataset(buckets={len(self.plan)}, max_wait={self.max_wait})"
+
+    __repr__ = __str__
+
+
+class _Board:
+    """Where an iterator leaves its last report, for the data set to read: so the data set does not keep the iterator alive."""
+
+    report: LoaderReport | None = None
 
 
 class _Counts:
@@ -162,18 +171,18 @@ class _Counts:
 class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     """The iterator of a `BucketedIterDataset`; not for several threads at once, as all of Grain's, but for `report`."""
 
-    def __init__(self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset) -> None:
+    def __init__(self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset, board: _Board) -> None:
         super().__init__(parent)
         self._source = parent
+        self._parent_states = Parent(parent)
         self._dataset = dataset
+        self._board = board
         self._plan = dataset.plan
         self._batch_sizes = [bucket.batch_size for bucket in dataset.plan.buckets]
         self._open = True
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
         self._placed = False  # whether the parent is where that state says
-        self._lost = False  # whether it refused a state, and where it is now is not known
         self._reset()
-        self._publish()
 
     def _reset(self) -> None:
         """Returns to an empty stage before sample 0."""
@@ -191,14 +200,14 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             raise ScheduleError(
                 "this iterator was closed: make another with iter(dataset), and set_state() to go on with it"
             )
-        self._check_not_lost()
+        self._parent_states.require_place()
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
         try:
             return self._next_batch()
         finally:
-            self._publish()
+            self._publish(self._counts, self._not_emitted())
 
     def _next_batch(self) -> dict[str, Any]:
         if self._flush is None:
@@ -224,7 +233,7 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state as JSON values, new ones each time and of constant structure."""
-        self._check_not_lost()
+        self._parent_states.require_place()
         if self._saved is not None:
             return copy.deepcopy(self._saved)
         numbers = self._numbers()
@@ -263,23 +272,21 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 "BucketPlan.load) and policies"
             )
         _unpack(state["waiting"], state["start"])
-        self._place(state["parent"])
+        self._parent_states.place(state["parent"])
+        self._placed = True
         self._reset()
         self._saved = copy.deepcopy(state)
-        self._published = (self._saved["counts"], self._saved["not_emitted"])
+        self._publish(_Counts.from_json(state["counts"]), state["not_emitted"])
 
     def report(self) -> LoaderReport:
         """Counts what became of every sample up to the last batch; may be called from any thread."""
-        counts, waiting = self._published
-        return LoaderReport(plan=self._plan, waiting=waiting, **counts)
+        return self._board.report or self._report(_Counts(len(self._plan)), 0)
 
-    @property
-    def started(self) -> bool:
-        """Whether this iterator has read anything, or has taken a state."""
-        return self._seen > 0 or self._flush is not None or self._saved is not None
+    def _report(self, counts: _Counts, waiting: int) -> LoaderReport:
+        return LoaderReport(plan=self._plan, waiting=waiting, **vars(counts))
 
-    def _publish(self) -> None:
-        self._published: tuple[dict[str, Any], int] = (self._counts.to_json(), self._not_emitted())
+    def _publish(self, counts: _Counts, waiting: int) -> None:
+        self._board.report = self._report(counts, waiting)
 
     def _numbers(self) -> list[int]:
         """The samples in buckets, ascending."""
@@ -291,31 +298,11 @@ class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             return sum(map(len, self._waiting))
         return sum(len(rows) for _, rows in self._flush[self._flushed :])
 
-    def _place(self, parent: Any) -> None:
-        """Restores the parent at once: what it refuses is known early, and `start_prefetch` starts in the right place."""
-        self._lost = True  # Grain may move it before it refuses
-        try:
-            self._source.set_state(copy.deepcopy(parent))
-            self._source.get_state()  # where mp_prefetch finds that it has more workers than the state
-        except Exception as error:
-            raise StateError(
-                f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
-                "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
-            ) from error
-        self._placed, self._lost = True, False
-
-    def _check_not_lost(self) -> None:
-        if self._lost:
-            raise StateError(
-                "this iterator was given a state that the data set before the loader refused, which is now at no known place: "
-                "set a state that it takes, or make another iterator with iter(dataset)"
-            )
-
     def _replay(self, saved: dict[str, Any]) -> None:
         """Reads the samples again that waited when the state was saved; if that fails, it can be tried again."""
         self._reset()
         if not self._placed:
-            self._place(saved["parent"])
+            self._parent_states.place(saved["parent"])
         self._placed = False
         self._seen = saved["start"]
         numbers = _unpack(saved["waiting"], saved["start"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import grain
@@ -18,15 +20,42 @@ from jax.experimental import multihost_utils
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import ProcessError, ScheduleError, StateError
-from shapebucket.loader_report import check_plan
-from shapebucket.loading._grain_private import BatchesOfPlan
+from shapebucket.loader_report import check_plan, is_whole
+from shapebucket.loading._grain_private import BatchesOfPlan, connect, recorded
 from shapebucket.loading.fingerprints import changes
+from shapebucket.loading.parents import Parent
 from shapebucket.padding import pad
 
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
-_STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step"}
+_STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step", "counts"}
 
 Counts = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class LockstepReport:
+    """What keeping in step cost this process. What became of the samples is in the report of the stream.
+
+    Attributes:
+        batches: steps with each bucket of the plan, the same in every process.
+        empty: those among them in which this process had no batch, and emitted padding rows alone.
+        collectives: how often the processes told each other what they hold.
+        held: batches that this process has read and not emitted.
+    """
+
+    batches: tuple[int, ...]
+    empty: int
+    collectives: int
+    held: int
+
+    @property
+    def summary(self) -> str:
+        """One line, for a log or a progress bar."""
+        steps = sum(self.batches)
+        return f"{steps:,} steps, {self.empty:,} of padding alone, {self.collectives:,} collectives, {self.held:,} batches held"
+
+    def __str__(self) -> str:
+        return self.summary
 
 
 class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
@@ -47,7 +76,8 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
 
     It must be the last stage, but for maps: a collective must run on the thread of the steps, in the same order in every
     process, so no prefetch may stand behind it (before it, any may). A process whose stream raises leaves the others waiting,
-    until JAX finds it gone.
+    until JAX finds it gone. The collectives are two tiny programs, which JAX compiles at the first step, and a
+    `CompileCounter` counts.
 
     The state is exact, of one process, and restored into the same one of as many, all at the same step.
     """
@@ -72,15 +102,27 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
             )
         super().__init__(parent)
         check_plan(plan)
-        if not isinstance(window, int | np.integer) or window < 1:
+        if not is_whole(window, 1):
             raise ScheduleError(f"window must be at least 1 batch, a whole number, but got {window!r}")
         self.plan = self.emitted = plan
         self.window = int(window)
         self._batches = parent
         self._position = {_shapes(plan.batch_spec(bucket)): k for k, bucket in enumerate(plan.buckets)}
+        self._board = _Board()
 
     def __iter__(self) -> LockstepDatasetIterator:
-        return LockstepDatasetIterator(iter(self._batches), self)
+        self._board = _Board()
+        return LockstepDatasetIterator(iter(self._batches), self, self._board)
+
+    def report(self) -> LockstepReport:
+        """Counts the steps of the iterator that was made last, up to its last one; from any thread.
+
+        Raises:
+            ScheduleError: if none has taken a step.
+        """
+        if self._board.report is None:
+            raise ScheduleError("no step was taken yet, so there is nothing to report")
+        return self._board.report
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -109,6 +151,14 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     def __str__(self) -> str:
         return f"LockstepIterDataset(buckets={len(self.plan)}, window={self.window})"
 
+    __repr__ = __str__
+
+
+class _Board:
+    """Where an iterator leaves its last report, for the data set to read."""
+
+    report: LockstepReport | None = None
+
 
 class _Held(NamedTuple):
     """A batch that is held back: its number in the stream, and the parent's state before it."""
@@ -121,12 +171,15 @@ class _Held(NamedTuple):
 class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     """The iterator of a `LockstepIterDataset`."""
 
-    def __init__(self, parent: grain.DatasetIterator[Any], dataset: LockstepIterDataset) -> None:
+    def __init__(self, parent: grain.DatasetIterator[Any], dataset: LockstepIterDataset, board: _Board) -> None:
         super().__init__(parent)
         self._source = parent
+        self._parent_states = Parent(parent)
         self._dataset = dataset
+        self._board = board
         self._thread = threading.get_ident()
         self._saved: dict[str, Any] | None = None  # a state that was set and not yet replayed
+        self._placed = False  # whether the parent is where that state says
         self._met = False
         self._reset()
 
@@ -138,6 +191,9 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         self._finished = False
         self._held: list[deque[_Held]] = [deque() for _ in self._dataset.plan.buckets]
         self._agreed: deque[int] = deque()  # the buckets of the next steps
+        self._batches = [0] * len(self._dataset.plan)
+        self._empty = self._collectives = 0
+        self._failure: tuple[BaseException, Any] | None = None  # of a read, and the parent's state before it
 
     def __next__(self) -> dict[str, Any]:
         if threading.get_ident() != self._thread:
@@ -145,6 +201,8 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 "a lockstep ran on another thread than the one that made its iterator: a prefetch behind it would mix its "
                 "collectives with those of the steps. Put ThreadPrefetchIterDataset and mp_prefetch before it"
             )
+        self._parent_states.require_place()
+        connect(self)
         if self._saved is not None:
             self._replay(self._saved)
             self._saved = None
@@ -156,17 +214,44 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         if not self._agreed:
             raise StopIteration
         self._read_if_room()  # now, and not all at once when the next steps are agreed on
-        position = self._agreed.popleft()
-        self._step += 1
+        position = self._agreed[0]
+        batch = recorded(self, partial(self._batch, position))
+        self._agreed.popleft()  # last, or an interruption on the way would lose the batch
+        self._count(position)
+        return batch
+
+    def _batch(self, position: int) -> dict[str, Any]:
+        """Returns the batch of the next step, one of padding rows if this process holds none of its bucket."""
         held, plan = self._held[position], self._dataset.plan
-        return held.popleft().batch if held else pad([], plan.buckets[position], plan)
+        return held[0].batch if held else pad([], plan.buckets[position], plan)
+
+    def _count(self, position: int) -> None:
+        """Takes a step."""
+        held = self._held[position]
+        self._step += 1
+        self._batches[position] += 1
+        self._empty += not held
+        if held:
+            held.popleft()
+        self._board.report = self._report()
+
+    def _report(self) -> LockstepReport:
+        return LockstepReport(tuple(self._batches), self._empty, self._collectives, sum(map(len, self._held)))
+
+    def report(self) -> LockstepReport:
+        """Counts the steps up to the last one; may be called from any thread."""
+        return self._board.report or self._report()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state as JSON values, new ones each time and of constant structure."""
+        self._parent_states.require_place()
         if self._saved is not None:
             return copy.deepcopy(self._saved)
         held = sorted((each for batches in self._held for each in batches), key=lambda each: each.number)
-        start, parent = (held[0].number, held[0].state) if held else (self._seen, self._source.get_state())
+        if held:
+            start, parent = held[0].number, held[0].state
+        else:
+            start, parent = self._seen, self._failure[1] if self._failure else self._source.get_state()
         return {
             "fingerprint": self._dataset.fingerprint,
             "parent": copy.deepcopy(parent),
@@ -175,13 +260,15 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             "held": ",".join(str(each.number - start) for each in held),
             "agreed": ",".join(map(str, self._agreed)),
             "step": self._step,
+            "counts": {"batches": list(self._batches), "empty": self._empty, "collectives": self._collectives},
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes a state that `get_state` returned; the batches that were held are read again at the next `next`.
 
         Raises:
-            StateError: if it was saved with another plan or window, by another process, or by one of another number.
+            StateError: if it was saved with another plan or window, by another process, or by one of another number; or if the
+                stream does not take its part.
         """
         mine = self._dataset.fingerprint
         if not isinstance(state, dict) or not state.keys() >= _STATE or not isinstance(state["fingerprint"], dict):
@@ -193,14 +280,20 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved by a lockstep with {changed}: each process goes on from its own state, with "
                 "the same plan and window, in as many processes"
             )
+        self._parent_states.place(state["parent"])
+        self._placed = True
         self._reset()
         self._met = False
         self._saved = copy.deepcopy(state)
+        self._restore_counts(state["counts"])
+        self._board.report = replace(self._report(), held=len(_numbers(state["held"])))
 
     def _replay(self, saved: dict[str, Any]) -> None:
         """Reads the batches again that were held when the state was saved; if that fails, it can be tried again."""
         self._reset()
-        self._source.set_state(copy.deepcopy(saved["parent"]))
+        if not self._placed:
+            self._parent_states.place(saved["parent"])
+        self._placed = False
         self._seen = saved["start"]
         held = {saved["start"] + offset for offset in _numbers(saved["held"])}
         while self._seen < saved["seen"]:
@@ -211,16 +304,35 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 )
         self._agreed.extend(_numbers(saved["agreed"]))
         self._step = saved["step"]
+        self._restore_counts(saved["counts"])
+
+    def _restore_counts(self, counts: dict[str, Any]) -> None:
+        self._batches = list(counts["batches"])
+        self._empty, self._collectives = counts["empty"], counts["collectives"]
 
     def _read(self, *, keep: bool = True) -> bool:
-        """Takes a batch from the parent, and holds it back; returns whether there was one."""
-        state = self._source.get_state()
-        batch = next(self._source, None)
-        if batch is None:
-            return False
-        if keep:
-            self._held[self._dataset.position(batch)].append(_Held(self._seen, copy.deepcopy(state), batch))
-        self._seen += 1
+        """Takes a batch from the parent, and holds it back; returns whether there was one.
+
+        One that cannot be read stays the next one: each call raises again, since whether the parent would give it again is not
+        known. A state taken then has it still to come: set it to try again.
+        """
+        if self._failure is not None:
+            raise self._failure[0].with_traceback(None)
+        state = copy.deepcopy(self._source.get_state())
+        try:
+            batch = next(self._source, None)
+            if batch is None:
+                return False
+            if keep:
+                self._held[self._dataset.position(batch)].append(_Held(self._seen, state, batch))
+            self._seen += 1
+        except Exception as error:
+            self._failure = error, state
+            raise
+        except BaseException as error:
+            why = f"{type(error).__name__} interrupted the reading of batch {self._seen}: go on by it.set_state(it.get_state())"
+            self._failure = ScheduleError(why), state
+            raise
         return True
 
     def _read_if_room(self) -> bool:
@@ -252,6 +364,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             pass
         old = self._seen - _LONG * self._dataset.window
         overdue = [sum(each.number < old for each in held) for held in self._held]
+        self._collectives += 1
         every = _gather([self._ended, *map(len, self._held), *overdue])
         counts, overdue = np.split(every[:, 1:], 2, axis=1)
         return next_buckets(counts, overdue, every[:, 0].astype(bool))

@@ -6,6 +6,7 @@ import builtins
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args, overload
 
@@ -143,6 +144,15 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         return self.schedule.plan
 
     @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a step was saved with if it means the same batch here: plan, lengths, seed and policies, as JSON values by name.
+
+        The state of an iterator is Grain's, an index, which cannot hold it: save this beside the state and compare, or read
+        by `ElasticIterDataset`, which does both. The shard is no part of it: a run goes on with another number of processes.
+        """
+        return {**self.schedule.fingerprint, "absent": self.absent}
+
+    @property
     def masked(self) -> int:
         """Rows that became padding since their element was None when it was read (`absent="mask"`), in all reads so far.
 
@@ -154,9 +164,9 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes, as planned before any is read; print it.
 
-        Rows that `absent="mask"` then leaves empty are counted by `masked`.
+        Rows that `absent="mask"` then leaves empty are in it too, those of all epochs that this process has read: see `masked`.
         """
-        return self.schedule.report(epoch)
+        return replace(self.schedule.report(epoch), masked=self.masked)
 
     def __len__(self) -> int:
         """Batches of an epoch; the same in every epoch."""
@@ -170,14 +180,23 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         """Reads and pads a batch; see `pad` for what it holds. An index from `len` on is one of a later epoch.
 
         Raises:
-            ScheduleError: if a sample has not the length it was measured with.
+            ScheduleError: if a sample has not the length it was measured with, or for a later epoch of a data set of one.
             LayoutError: if a sample does not fit the layout.
         """
         if isinstance(index, slice):
             return self.slice(index)
         bucket, indices = self.schedule[index]
         offset = index // len(self.schedule) * len(self._samples)
-        rows, lengths = self._rows(indices, offset)
+        try:
+            rows, lengths = self._rows(indices, offset)
+        except IndexError as error:
+            if not offset:
+                raise
+            raise ScheduleError(
+                f"batch {index} is of epoch {index // len(self.schedule)}, but the data set before the loader has one epoch "
+                f"only: it raised IndexError ({error}) for an index from its length on, which is how Grain asks for a later "
+                "epoch. Have it take the index modulo its length, or read one epoch"
+            ) from error
         self._masked.add(len(indices) - len(rows))
         truncate = self.schedule.overlong == "truncate"
         return recorded(self, partial(pad_rows, rows, lengths, bucket, self.plan, truncate=truncate))
@@ -234,6 +253,8 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
 
     def __str__(self) -> str:
         return f"BucketedMapDataset(buckets={len(self.plan)}, batches={len(self)})"
+
+    __repr__ = __str__
 
 
 class _Counter:

@@ -3,11 +3,13 @@
 from shapebucket.planner.boxes import solve_boxes
 from shapebucket.planner.costs import BatchCost, PolynomialCost, TableCost, count_steps
 from shapebucket.planner.exact import optimal_boundaries, solve_boundaries
+from shapebucket.planner.measured import MeasuredCost
 from shapebucket.planner.plan import plan_buckets
 from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, plan_from_tf_boundaries, to_tf_boundaries
 
 __all__ = [
     "BatchCost",
+    "MeasuredCost",
     "PolynomialCost",
     "Rule",
     "TableCost",

@@ -35,7 +35,7 @@ class Problem:
         limit: no size is larger, int64 [A].
         rows: from a row's elements [n] to the rows of a batch [n]; 0 where the budget holds none.
         token_budget: for messages.
-        batch_multiple_of: for messages.
+        batch_multiple_of: see `BucketPlan`.
         masks: see `BucketPlan`.
     """
 
@@ -112,7 +112,9 @@ class Problem:
             Bucket(tuple(zip(self.layout.axes, each, strict=True)), rows)
             for each, rows in zip(sizes.tolist(), batch_sizes.tolist(), strict=True)
         ]
-        plan = BucketPlan(self.layout, buckets, masks=self.masks, row_costs=row_costs)
+        plan = BucketPlan(
+            self.layout, buckets, masks=self.masks, row_costs=row_costs, batch_multiple_of=self.batch_multiple_of
+        )
         return replace(plan, planned=replace(plan.report(self.lengths), **facts))
 
 

@@ -79,6 +79,19 @@ def label_of(fn: Callable[..., Any], place: Place) -> str:
     return names[place] if place < len(names) else f"argument {place}"
 
 
+def place_of_batch(caller: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place:
+    """Returns where `BATCH` stands.
+
+    Raises:
+        StepError: naming the caller, if it stands nowhere or twice.
+    """
+    places: list[Place] = [index for index, value in enumerate(args) if value is BATCH]
+    places += [name for name, value in kwargs.items() if value is BATCH]
+    if len(places) != 1:
+        raise StepError(f"{caller} needs BATCH in the batch's place, once; it stands in {places or 'none'}")
+    return places[0]
+
+
 def at(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place) -> Any:
     """Returns the argument at a place.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -14,11 +13,13 @@ import jax
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import SignatureError, StepError
+from shapebucket.loader_report import Overlong
 from shapebucket.padding import pad
-from shapebucket.step import _jax_private, refusals
-from shapebucket.step.arguments import BATCH, Place, at, label_of, parameters_of, places_of, replaced, without
-from shapebucket.step.contract import Arguments, Contract, Job, variants
+from shapebucket.step import _jax_private, inference, refusals
+from shapebucket.step.arguments import at, label_of, parameters_of, place_of_batch, replaced, without
+from shapebucket.step.contract import Arguments, Contract, Job, static_key, variants
 from shapebucket.step.memory import device_bytes, release
+from shapebucket.step.modules import modules_among
 from shapebucket.step.recipe import Recipe
 from shapebucket.step.report import CompileReport, Executable
 from shapebucket.step.settings import named_settings
@@ -30,6 +31,7 @@ _configuration = _jax_private.configuration
 _now = time.monotonic
 _log = logging.getLogger("shapebucket")
 _OWN_NAMES = ("progress", "threads")  # arguments of compile() itself
+_PREDICT_NAMES = ("overlong", "outputs")  # of predict()
 
 
 class CompiledStep:
@@ -106,8 +108,6 @@ class CompiledStep:
         """
         if not isinstance(plan, BucketPlan):
             raise StepError(f"CompiledStep takes a BucketPlan after the function, but got {type(plan).__name__}")
-        if hasattr(fn, "lower") and hasattr(fn, "trace"):
-            raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
         if on_miss not in ("error", "compile", "evict"):
             raise StepError(f'on_miss is {on_miss!r}; it may be "error", "compile" or "evict"')
         if strict not in (None, "weak_type"):
@@ -120,26 +120,19 @@ class CompiledStep:
             )
         self.plan = plan
         self._fn = fn
-        shardings = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-        jit = functools.partial(
-            jax.jit,
+        self._recipe = Recipe.of(
+            fn,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
-            **{name: value for name, value in shardings.items() if value is not None},
-        )
-        donated = places_of(fn, donate_argnums, donate_argnames)
-        self._recipe = Recipe(
-            fn,
-            jit,
-            prepare,
-            batch_sharding,
-            carry=donated if carry is None else places_of(fn, None, carry),
-            carry_is_told=carry is not None,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            prepare=prepare,
+            batch_sharding=batch_sharding,
+            carry=carry,
             weak_types=strict == "weak_type",
         )
-        self._statics = places_of(fn, static_argnums, static_argnames)
         self._on_miss: OnMiss = on_miss
         self._max_executables = max_executables
         self._memory_budget = memory_budget
@@ -189,15 +182,15 @@ class CompiledStep:
             Exception: what tracing and compiling the function raises, with the bucket in a note.
         """
         started = time.perf_counter()
-        places: list[Place] = [index for index, value in enumerate(args) if value is BATCH]
-        places += [name for name, value in kwargs.items() if value is BATCH]
-        if len(places) != 1:
-            raise StepError(f"compile() needs BATCH in the batch's place, once; it stands in {places or 'none'}")
+        place = place_of_batch("compile()", args, kwargs)
         if threads is not None and threads < 1:
             raise StepError(f"compile() got threads={threads}; it needs at least one")
         with self._lock:
             self._forget()
-            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._statics)
+            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._recipe.statics)
+            modules = modules_among(self._fn, args, kwargs, statics, self._recipe.donated)
+            if modules is not None:
+                args, kwargs, _ = modules.bind(args, kwargs)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
             chosen = list(variants(args, kwargs, statics))
             jobs = [Job(bucket, batch, *each) for bucket, batch in batches.items() for each in chosen]
@@ -208,7 +201,7 @@ class CompiledStep:
                     'would take: say on_miss="evict", or plan fewer buckets'
                 )
             contract = Contract(
-                place=places[0],
+                place=place,
                 statics=statics,
                 paths=tuple(telling_leaves(list(batches.values()))),
                 buckets={signature_of(batch): bucket for bucket, batch in batches.items()},
@@ -216,6 +209,7 @@ class CompiledStep:
                 settings=named_settings(),
                 memory=self._memory_budget or device_bytes(),
                 cap=cap,
+                modules=modules,
             )
             made, notes = self._recipe.make(contract, jobs[:cap], threads, progress)
             self._contract, self._key = contract, contract.key()
@@ -241,6 +235,72 @@ class CompiledStep:
         contract = self._contract
         if contract is None:
             raise StepError("the step has no executables yet: call compile(state, BATCH) before the first step")
+        if contract.modules is not None:
+            args, kwargs, instance = contract.modules.bind(args, kwargs)
+            return instance.update(self._run(contract, args, kwargs))
+        return self._run(contract, args, kwargs)
+
+    def predict(
+        self, *args: Any, overlong: Overlong = "error", outputs: inference.Outputs | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Runs raw samples: pads them into as few batches as their buckets allow, and gives the outputs back one a sample.
+
+            probabilities = step.predict(params, samples)
+
+        The step runs once for each batch, with the same arguments beside it. Rows that are padding, and padding within a row,
+        are cut off what it returns, so a model that honours the masks gives what it would give for each sample alone, to
+        rounding. Which dimensions of an output are cut follows from its shapes over the buckets: the first one has the rows,
+        one that is as long as an axis in each bucket is that axis.
+
+        Args:
+            *args: as the step is called, with the samples, any iterable that ends, in the batch's place.
+            overlong: what becomes of a sample that fits no bucket: `"error"`, `"truncate"` (cut to the bucket that keeps most
+                of it, and so is its output), or `"drop"` (None stands in its output's place).
+            outputs: the dimensions of each output after the rows, in a layout's notation, in the tree that the step returns:
+                `"s 10"`, or `{"logits": "s 10", "score": ""}`. For those that cannot be told from their shapes.
+            **kwargs: as the step is called.
+
+        Returns:
+            What the step returns, for each sample in the samples' order, as numpy arrays: views of its batch's.
+
+        Raises:
+            StepError: if `compile` has not been called, or an argument beside the batch is donated: the first batch takes it.
+            LayoutError: for a sample that does not fit the layout, or an output whose rows or dimensions cannot be told.
+            OverlongError: if a sample fits no bucket and the policy is `"error"`. Nothing ran then.
+            SignatureError: as at a call.
+        """
+        contract = self._contract
+        if contract is None:
+            raise StepError("the step has no executables yet: call compile(params, BATCH) before predict()")
+        if taken := sorted({each.name for each in parameters_of(self._fn)} & {*_PREDICT_NAMES}):
+            raise StepError(
+                f"the step has an argument {taken[0]!r}, which predict() means for itself: give it another name"
+            )
+        own = {contract.place, *(() if contract.modules is None else contract.modules.places)}
+        for place in (*range(len(args)), *kwargs):
+            if place in self._recipe.donated and place not in own:
+                raise StepError(
+                    f"predict() gives {label_of(self._fn, place)!r} to the step for each batch, but it is donated to the "
+                    "first: give inference a CompiledStep without donation"
+                )
+        try:
+            samples, statics = at(args, kwargs, contract.place), static_key(contract.statics, args, kwargs)
+        except (IndexError, KeyError):
+            raise refusals.other_place(contract, args, kwargs) from None
+
+        def run(batch: dict[str, Any]) -> Any:
+            called = replaced(args, kwargs, contract.place, batch)
+            return self(*called[0], **called[1])
+
+        def returned() -> inference.Returned:
+            held = [each for (_, key), each in self._held.items() if key == statics]
+            infos = {each.bucket: each.compiled.out_info for each in held if each.bucket is not None}
+            return infos if contract.modules is None else {bucket: info[0] for bucket, info in infos.items()}
+
+        return inference.predict(run, returned, samples, self.plan, overlong=overlong, outputs=outputs)
+
+    def _run(self, contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the executable of a call, whose arguments hold no modules."""
         if contract.configuration != _configuration():
             return self._reconfigured(contract, args, kwargs)
         try:
@@ -370,4 +430,5 @@ class CompiledStep:
         self._check_arguments(contract, args, kwargs)
         batch = self._recipe.prepared(at(args, kwargs, contract.place))
         args, kwargs = replaced(args, kwargs, contract.place, batch)
-        return self._fn(*args, **kwargs)
+        fn = self._fn if contract.modules is None else contract.modules.pure(self._fn)
+        return fn(*args, **kwargs)

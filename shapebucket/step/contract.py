@@ -10,6 +10,7 @@ from typing import Any
 from shapebucket.buckets import Bucket
 from shapebucket.errors import StepError
 from shapebucket.step.arguments import OneOf, Place, at, replaced
+from shapebucket.step.modules import Modules
 from shapebucket.step.signature import Signature, leaf_at, signature_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -29,6 +30,7 @@ class Contract:
         settings: the same, by name.
         memory: what a device may hold, in bytes; None where unknown.
         cap: on the number of executables.
+        modules: the flax.nnx modules among the arguments; None where there are none.
     """
 
     place: Place
@@ -39,6 +41,7 @@ class Contract:
     settings: Mapping[str, object]
     memory: int | None
     cap: int
+    modules: Modules | None = None
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """Returns all that decides on an executable: the batch's tree, shapes and dtypes, and the static values."""

@@ -12,12 +12,15 @@ from typing import Any
 
 import jax
 
+from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, DriftError, StepError
-from shapebucket.step.arguments import Place, at, label_of, replaced
+from shapebucket.padding import pad
+from shapebucket.step.arguments import Place, at, label_of, places_of, replaced
 from shapebucket.step.contract import Contract, Job
 from shapebucket.step.drift import Returned, explained, sharding_drift, signature_drift
+from shapebucket.step.modules import Modules
 from shapebucket.step.report import Cost, Executable
-from shapebucket.step.signature import as_jit_reads, specs_of
+from shapebucket.step.signature import as_jit_reads, spec_of, specs_of
 from shapebucket.tables import progress_bars
 
 
@@ -28,6 +31,8 @@ class Recipe:
     Attributes:
         fn: the function itself.
         jit: `jax.jit` with its options.
+        statics: the places of the static arguments.
+        donated: those of the donated ones.
         prepare: from the loader's batch to what `fn` takes; None for no change.
         sharding: where a prepared batch is put; None for leaving it.
         carry: the places of the arguments that the step returns and takes again.
@@ -36,17 +41,74 @@ class Recipe:
     """
 
     fn: Callable[..., Any]
-    jit: Callable[[Callable[..., Any]], Any]
+    jit: functools.partial[Any]
+    statics: frozenset[Place]
+    donated: frozenset[Place]
     prepare: Callable[[Any], Any] | None
     sharding: Any
     carry: frozenset[Place]
     carry_is_told: bool
     weak_types: bool
 
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        *,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Sequence[str] | None = None,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Sequence[str] | None = None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        prepare: Callable[[Any], Any] | None = None,
+        batch_sharding: Any = None,
+        carry: str | Sequence[str] | None = None,
+        weak_types: bool = False,
+    ) -> Recipe:
+        """Makes a recipe of the options of `CompiledStep`.
+
+        Raises:
+            StepError: for a function that is jitted already.
+        """
+        if hasattr(fn, "lower") and hasattr(fn, "trace"):
+            raise StepError("the step is jitted already: give the plain function, and donate_argnames and such here")
+        shardings = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+        jit = functools.partial(
+            jax.jit,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            **{name: value for name, value in shardings.items() if value is not None},
+        )
+        donated = places_of(fn, donate_argnums, donate_argnames)
+        return cls(
+            fn,
+            jit,
+            places_of(fn, static_argnums, static_argnames),
+            donated,
+            prepare,
+            batch_sharding,
+            carry=donated if carry is None else places_of(fn, None, carry),
+            carry_is_told=carry is not None,
+            weak_types=weak_types,
+        )
+
     @property
     def changes_batches(self) -> bool:
         """Whether a batch is not passed on as it comes."""
         return self.prepare is not None or self.sharding is not None
+
+    def jitted(self, modules: Modules | None = None) -> Any:
+        """Returns the step jitted, as a function of its own: JAX keeps the executables of one function alive together."""
+        fn, jit = (self.fn, self.jit) if modules is None else (modules.pure(self.fn), modules.jit(self.jit))
+
+        @functools.wraps(fn)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        return jit(own)
 
     def prepared(self, batch: Any, check: Callable[[Any], None] | None = None) -> Any:
         """Returns what `fn` takes for a batch of the loader; `check` sees it before it is put on devices."""
@@ -57,6 +119,19 @@ class Recipe:
         if self.sharding is None or _lies_on(batch, self.sharding):
             return batch
         return jax.device_put(batch, self.sharding)
+
+    def abstract(self, plan: BucketPlan, bucket: Bucket) -> Any:
+        """Returns what `prepared` makes of a bucket's batch, as shapes, dtypes and shardings: puts nothing on a device.
+
+        Raises:
+            StepError: for 64-bit numbers, without `jax_enable_x64`.
+        """
+        specs = plan.batch_spec(bucket)
+        batch = jax.tree.map(_abstract, specs) if self.prepare is None else self.prepare(pad([], bucket, plan))
+        _refuse_64_bits(batch)
+        if self.sharding is None:
+            return batch
+        return jax.tree.map(_abstract, batch, jax.tree.broadcast(self.sharding, batch))
 
     def make(
         self, contract: Contract, jobs: Sequence[Job], threads: int | None, progress: bool
@@ -90,21 +165,17 @@ class Recipe:
 
     def _traced(self, contract: Contract, job: Job) -> tuple[Callable[[], Executable], list[str]]:
         """Traces and lowers the step for a batch; returns what compiles it, which any thread may do, and notes."""
-
-        # A function of its own for each bucket: JAX's caches keep the executables of one function alive together.
-        @functools.wraps(self.fn)
-        def own(*args: Any, **kwargs: Any) -> Any:
-            return self.fn(*args, **kwargs)
-
+        modules = contract.modules
         started = time.perf_counter()
         where = f"shapebucket: while compiling the step for {job.bucket or 'a batch of no bucket'}"
         prepared = self.prepared(job.batch, _refuse_64_bits)
         args, kwargs = replaced(job.args, job.kwargs, contract.place, prepared)
         try:
-            traced = self.jit(own).trace(*args, **kwargs)
-            carried = self._carried(contract, job, traced.in_avals)
-            returned = Returned(carried, traced.out_avals)
-            weak = self._check_drift(job, carried, returned, traced.out_avals)
+            traced = self.jitted(modules).trace(*args, **kwargs)
+            result = traced.out_avals
+            carried = self._carried(contract, job, traced.in_avals, result)
+            returned = Returned(carried, result) if modules is None else modules.returned(carried, result)
+            weak = self._check_drift(job, carried, returned, result)
             lowered = traced.lower()
         except Exception as error:
             error.add_note(where)
@@ -118,7 +189,8 @@ class Recipe:
             except Exception as error:
                 error.add_note(where)
                 raise
-            self._check_shardings(contract, job, carried, returned, compiled)
+            taken = self._carried(contract, job, compiled.input_shardings, result)
+            _check_shardings(job, carried, taken, returned, compiled)
             return Executable(
                 job.bucket,
                 {path: spec.shape for path, spec in specs_of(job.batch).items()},
@@ -130,8 +202,11 @@ class Recipe:
 
         return finish, weak
 
-    def _carried(self, contract: Contract, job: Job, dynamic: Any) -> dict[str, Any]:
-        """Returns the part of each carried argument in what stands for the dynamic arguments, by its name."""
+    def _carried(self, contract: Contract, job: Job, dynamic: Any, result: Any) -> dict[str, Any]:
+        """Returns the part of each carried argument in what stands for the dynamic arguments, by its name.
+
+        Modules are always carried, and what the step does not change of them is left out.
+        """
         args, kwargs = dynamic
         places = [index for index in range(len(job.args)) if index not in contract.statics]
         given: dict[Place, Any] = {**dict(zip(places, args, strict=True)), **kwargs}
@@ -142,7 +217,10 @@ class Recipe:
             raise StepError(
                 f"carry names {unknown[0]!r}, which is no argument that compile() was given beside the batch"
             )
-        return {label_of(self.fn, place): value for place, value in given.items() if place in self.carry}
+        modules = contract.modules
+        places = self.carry if modules is None else self.carry.union(modules.places)
+        found = {label_of(self.fn, place): value for place, value in given.items() if place in places}
+        return found if modules is None else modules.only_changed(found, result)
 
     def _check_drift(self, job: Job, carried: Mapping[str, Any], returned: Returned, result: Any) -> list[str]:
         """Raises DriftError if a carried argument comes back as another; returns notes."""
@@ -163,21 +241,16 @@ class Recipe:
             raise _drift(job, lines)
         return [f"harmless here, but jit would compile twice: {line}" for line in weak]
 
-    def _check_shardings(
-        self,
-        contract: Contract,
-        job: Job,
-        carried: Mapping[str, Any],
-        returned: Returned,
-        compiled: jax.stages.Compiled,
-    ) -> None:
-        """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
-        taken = self._carried(contract, job, compiled.input_shardings)
-        lines: list[str] = []
-        for name, avals in carried.items():
-            lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
-        if lines:
-            raise _drift(job, lines)
+
+def _check_shardings(
+    job: Job, carried: Mapping[str, Any], taken: Mapping[str, Any], returned: Returned, compiled: jax.stages.Compiled
+) -> None:
+    """Raises DriftError if a carried argument comes back in another sharding than an executable takes it in."""
+    lines: list[str] = []
+    for name, avals in carried.items():
+        lines += sharding_drift(name, avals, taken[name], returned.part(name, compiled.output_shardings))
+    if lines:
+        raise _drift(job, lines)
 
 
 def _drift(job: Job, lines: list[str]) -> DriftError:
@@ -214,6 +287,11 @@ def _lies_on(batch: Any, sharding: Any) -> bool:
     return isinstance(sharding, jax.sharding.Sharding) and all(
         isinstance(leaf, jax.Array) and leaf.sharding == sharding for leaf in jax.tree.leaves(batch)
     )
+
+
+def _abstract(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    spec = spec_of(leaf)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
 
 def _refuse_64_bits(batch: Any) -> None:

@@ -77,7 +77,7 @@ def no_executable(
     lines = lines or [f"the containers: {jax.tree.structure(batch)} received, nested dicts expected"]
     return SignatureError(
         f"the batch is of no bucket, so the step has no executable for it; nearest is {nearest}:\n{explained(lines)}\n"
-        f"{_part_of_a_batch(found, nearest)}"
+        f"{_part_of_a_batch(plan, found)}"
         "Batches must come from a loader with this plan and reach the step as they left it: declare a change between "
         "the two (a cast, an added feature) as prepare=. "
         f"The plan's buckets: {', '.join(map(str, plan.buckets))}",
@@ -95,10 +95,11 @@ def _nearest(plan: BucketPlan, found: Mapping[str, ArraySpec]) -> tuple[Bucket, 
     return nearest, lines
 
 
-def _part_of_a_batch(found: Mapping[str, ArraySpec], nearest: Bucket) -> str:
-    """Says that a batch looks like one process's rows, if it does."""
+def _part_of_a_batch(plan: BucketPlan, found: Mapping[str, ArraySpec]) -> str:
+    """Says that a batch has one process's rows of a bucket's, if it has."""
     count = jax.process_count()
-    rows = {spec.shape[0] for spec in found.values() if spec.shape}
-    if count > 1 and rows == {nearest.batch_size // count}:
-        return f"It has the rows of one of {count} processes: put the whole batch together with make_global(). "
+    whole = {path: (spec.shape[0] * count, *spec.shape[1:]) for path, spec in found.items() if spec.shape}
+    for bucket in plan.buckets:
+        if count > 1 and whole == {path: spec.shape for path, spec in specs_of(plan.batch_spec(bucket)).items()}:
+            return f"It has the rows of one of {count} processes of {bucket}: make_global() puts the batch together. "
     return ""

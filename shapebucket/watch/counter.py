@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.monitoring
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
@@ -44,7 +44,7 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == _COMPILE_EVENT:
+        if event == COMPILE_EVENT:
             with self._lock:
                 self.count += 1
                 self.seconds += duration_secs

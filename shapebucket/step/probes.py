@@ -1,0 +1,106 @@
+"""Probes: a step compiled for any batch size of any size, to be asked what it costs and then dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shapebucket.buckets import Bucket, BucketPlan
+from shapebucket.errors import StepError
+from shapebucket.step.arguments import Place, parameters_of, place_of_batch, replaced
+from shapebucket.step.contract import Arguments, variants
+from shapebucket.step.modules import Modules, modules_among
+from shapebucket.step.recipe import Recipe
+
+OPTIONS = (
+    "donate_argnums",
+    "donate_argnames",
+    "static_argnums",
+    "static_argnames",
+    "in_shardings",
+    "out_shardings",
+    "prepare",
+    "batch_sharding",
+)
+"""The options of `CompiledStep` that decide on a program."""
+
+
+@dataclass(frozen=True)
+class Probes:
+    """A step, how it is to be compiled, and the arguments beside the batch.
+
+    Attributes:
+        recipe: the step with its options.
+        plan: says what a batch is.
+        place: of the batch.
+        statics: the places of the static arguments that were given.
+        variants: the arguments, with each combination of the static values, and arrays in the place of modules.
+        modules: the flax.nnx modules among the arguments; None where there are none.
+    """
+
+    recipe: Recipe
+    plan: BucketPlan
+    place: Place
+    statics: tuple[Place, ...]
+    variants: tuple[Arguments, ...]
+    modules: Modules | None
+
+    @classmethod
+    def of(
+        cls,
+        caller: str,
+        own: Collection[str],
+        fn: Callable[..., Any],
+        plan: BucketPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Probes:
+        """Reads the arguments of a function that takes a step's, and the step's options among the keywords.
+
+        Args:
+            caller: its name, for messages.
+            own: the keywords that it means for itself.
+            fn: the step.
+            plan: says what a batch is.
+            args: of the step, with `BATCH` in the batch's place.
+            kwargs: of the step, and `OPTIONS`.
+        """
+        if not isinstance(plan, BucketPlan):
+            raise StepError(f"{caller} takes a BucketPlan after the function, but got {type(plan).__name__}")
+        for each in parameters_of(fn):
+            if each.name in (*OPTIONS, *own):
+                raise StepError(
+                    f"the step has an argument {each.name!r}, which {caller} means for itself: give it another name"
+                )
+        recipe = Recipe.of(fn, **{name: value for name, value in kwargs.items() if name in OPTIONS})
+        kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        place = place_of_batch(caller, args, kwargs)
+        statics = tuple(each for each in (*range(len(args)), *kwargs) if each in recipe.statics)
+        modules = modules_among(fn, args, kwargs, statics, recipe.donated)
+        if modules is not None:
+            args, kwargs, _ = modules.bind(args, kwargs)
+        return cls(recipe, plan, place, statics, tuple(variants(args, kwargs, statics)), modules)
+
+    def compile(self, bucket: Bucket, variant: Arguments, batch: Any = None) -> jax.stages.Compiled | None:
+        """Compiles the step for one batch, which need not be one of the plan.
+
+        Args:
+            bucket: its shape.
+            variant: the arguments beside it.
+            batch: what the step takes, if it is there already.
+
+        Returns:
+            The executable, which only its holder keeps; None where the compiler itself finds that a device cannot hold it.
+        """
+        try:
+            batch = self.recipe.abstract(self.plan, bucket) if batch is None else batch
+            args, kwargs = replaced(*variant, self.place, batch)
+            return self.recipe.jitted(self.modules).trace(*args, **kwargs).lower().compile()
+        except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+                return None  # TPUs and GPUs lay the memory out at compile time
+            error.add_note(f"shapebucket: while compiling the step for {bucket}")
+            raise

@@ -1,0 +1,317 @@
+"""watch_compiles: every compile of the process as an event, with its cause."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import jax.monitoring
+
+from shapebucket.watch._jax_private import Call, call_in_progress
+from shapebucket.watch.calls import CallCounts, counted_jits
+from shapebucket.watch.counter import COMPILE_EVENT
+from shapebucket.watch.functions import MAKINGS, Function, Making, caller_line, function_of
+from shapebucket.watch.signature import Change, Signature, changes, distance, signature_of
+
+if TYPE_CHECKING:
+    from shapebucket.watch.diagnosis import Diagnosis
+
+_LOGGER = logging.getLogger(__name__)
+_TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
+_LOWER_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_TRANSFORMED = re.compile(r"^(?:jit|pjit)\((.*)\)$")
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """One program that was compiled.
+
+    Attributes:
+        function: whose.
+        caller: the user's line that needed it: "train.py:31 in main".
+        signature: of the call; None where it cannot be told.
+        making: which of the function's objects it was, where known: a lambda in a loop is another one each time.
+        changes: what differs from the nearest earlier call of the function; empty for its first.
+        first: whether it is the function's first.
+        trace_seconds: spent in Python, on tracing.
+        lower_seconds: spent on lowering.
+        compile_seconds: spent by XLA, or on fetching from the persistent cache.
+        cached: whether the persistent compilation cache had it.
+        memory: by how much resident memory grew meanwhile, in bytes; None where the system does not tell.
+    """
+
+    function: Function
+    caller: str
+    signature: Signature | None
+    making: Making | None
+    changes: tuple[Change, ...]
+    first: bool
+    trace_seconds: float = 0.0
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    cached: bool = False
+    memory: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Tracing, lowering and XLA together."""
+        return self.trace_seconds + self.lower_seconds + self.compile_seconds
+
+    def __str__(self) -> str:
+        why = "first" if self.first else "; ".join(map(str, self.changes))
+        found = ", from the persistent cache" if self.cached else ""
+        return f"{self.function.name} compiled at {self.caller} in {self.seconds:.2f} s{found}: {why}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the event as JSON values."""
+        return {
+            "function": self.function.name,
+            "where": self.function.where,
+            "kind": self.function.kind,
+            "caller": self.caller,
+            "first": self.first,
+            "changes": [change._asdict() for change in self.changes],
+            "signature": None if self.signature is None else self.signature.to_json(),
+            "trace_seconds": self.trace_seconds,
+            "lower_seconds": self.lower_seconds,
+            "compile_seconds": self.compile_seconds,
+            "cached": self.cached,
+            "memory": self.memory,
+        }
+
+
+@dataclass
+class _Thread(threading.local):
+    """What a thread is at: how deep in traces, and the compile that is not finished."""
+
+    depth: int = 0
+    memory: int | None = None
+    open: CompileEvent | None = None
+    cached: bool = False
+
+
+class CompileWatch:
+    """Records what compiles while it is open, in every thread; `watch_compiles` makes it.
+
+    A warm call costs nothing, since JAX tells only of compiles. Nothing is kept of the arguments but their description.
+    """
+
+    def __init__(
+        self,
+        *,
+        count_calls: bool = False,
+        history: Sequence[CompileEvent] = (),
+        on_compile: Callable[[CompileEvent], None] | None = None,
+    ) -> None:
+        """Makes a watch that is not open yet.
+
+        Args:
+            count_calls: see `watch_compiles`.
+            history: earlier events, to compare with.
+            on_compile: is told of each compile before it begins; what it raises is raised to whoever called.
+        """
+        self._on_compile = on_compile
+        self._lock = threading.Lock()
+        self._thread = _Thread()
+        self._events: list[CompileEvent] = []
+        self._known: dict[Any, list[CompileEvent]] = {}
+        self._pending: dict[str, list[float]] = {}
+        self._shared: dict[Any, Any] = {}
+        self._counts: dict[Any, CallCounts] | None = {} if count_calls else None
+        self._open = ExitStack()
+        for event in history:
+            self._known.setdefault(event.function.key, []).append(event)
+
+    def __enter__(self) -> CompileWatch:
+        with ExitStack() as opening:
+            monitoring = jax.monitoring
+            monitoring.register_scalar_listener(self._on_start)
+            opening.callback(_end_listening, monitoring.unregister_scalar_listener, self._on_start)
+            monitoring.register_event_duration_secs_listener(self._on_end)
+            opening.callback(_end_listening, monitoring.unregister_event_duration_listener, self._on_end)
+            monitoring.register_event_listener(self._on_event)
+            opening.callback(_end_listening, monitoring.unregister_event_listener, self._on_event)
+            if self._counts is not None:
+                opening.enter_context(counted_jits(self._counts))
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+        for counts in self.calls.values():
+            counts.closed = True
+
+    @property
+    def events(self) -> tuple[CompileEvent, ...]:
+        """The compiles so far, in the order in which they ended."""
+        with self._lock:
+            return tuple(self._events)
+
+    @property
+    def count(self) -> int:
+        """Programs compiled so far, those included that the persistent cache had."""
+        return len(self.events)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on them by tracing, lowering and XLA."""
+        return sum(event.seconds for event in self.events)
+
+    @property
+    def by_function(self) -> Counter[str]:
+        """Programs by the function's name."""
+        return Counter(event.function.name for event in self.events)
+
+    @property
+    def calls(self) -> Mapping[Any, CallCounts]:
+        """The calls counted, by the key of the function; empty without `count_calls`."""
+        return dict(self._counts or {})
+
+    def diagnose(self) -> Diagnosis:
+        """Says which functions compiled how often, why, and what to do."""
+        from shapebucket.watch.diagnosis import Diagnosis
+
+        return Diagnosis.of(self.events, self.calls)
+
+    def _on_start(self, event: str, value: float, **kwargs: Any) -> None:  # noqa: ARG002
+        """JAX begins to trace, lower or compile, in this thread."""
+        here = self._thread
+        if event == _TRACE_EVENT:
+            if not here.depth:
+                here.memory = resident_bytes()
+            here.depth += 1
+        elif event == COMPILE_EVENT:
+            here.open, here.cached = None, False  # that of a compile that was refused never ended
+            if here.memory is None:
+                here.memory = resident_bytes()
+            here.open = self._describe(_plain(str(kwargs.get("fun_name", "unknown"))))
+            if self._on_compile is not None:
+                self._on_compile(here.open)
+
+    def _on_end(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        """JAX has traced, lowered or compiled."""
+        here = self._thread
+        if event == _TRACE_EVENT and here.depth:
+            here.depth -= 1
+        if event in (_TRACE_EVENT, _LOWER_EVENT) and not here.depth:
+            with self._lock:
+                spent = self._pending.setdefault(_plain(str(kwargs.get("fun_name", "unknown"))), [0.0, 0.0])
+                spent[event == _LOWER_EVENT] += duration_secs
+        elif event == COMPILE_EVENT and here.open is not None:
+            begun, here.open = here.open, None
+            now, before, here.memory = resident_bytes(), here.memory, None
+            with self._lock:
+                trace, lower = self._pending.pop(begun.function.name, (0.0, 0.0))
+                done = replace(
+                    begun,
+                    trace_seconds=trace,
+                    lower_seconds=lower,
+                    compile_seconds=duration_secs,
+                    cached=here.cached,
+                    memory=None if now is None or before is None else now - before,
+                )
+                self._events.append(done)
+                self._known.setdefault(done.function.key, []).append(done)
+                if self._counts is not None and (counts := self._counts.get(done.function.key)) is not None:
+                    counts.compiled(done.signature, done.changes)
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == _CACHE_HIT_EVENT:
+            self._thread.cached = True
+
+    def _describe(self, name: str) -> CompileEvent:
+        """Returns what is known of the compile that begins in this thread."""
+        call, caller = call_in_progress(), caller_line()
+        fun = call.fun if isinstance(call, Call) else None
+        function = function_of(fun, name, caller, ahead=isinstance(call, jax.stages.Lowered))
+        making = MAKINGS.of(fun) if fun is not None and function.kind == "call" else None
+        try:
+            signature = None if call is None else signature_of(call, self._share)
+        except Exception:  # somebody else's classes are asked: the run that is watched must go on
+            _LOGGER.warning("shapebucket: cannot tell the arguments that %s is called with", name, exc_info=True)
+            signature = None
+        with self._lock:
+            earlier = list(self._known.get(function.key, ()))
+        return CompileEvent(function, caller, signature, making, _why(earlier, signature, making), not earlier)
+
+    def _share(self, value: Any) -> Any:
+        return self._shared.setdefault(value, value)
+
+
+def watch_compiles(*, count_calls: bool = False) -> CompileWatch:
+    """Records every compile of the process while it is open: what, why, how long, and how much memory it took.
+
+        with watch_compiles() as watch:
+            train()
+        print(watch.diagnose())
+
+    Functions may have been jitted before; compiles of then are not known, so the first that is seen has nothing to be
+    compared with. Eager operations and compiles in other threads are recorded too.
+
+    Args:
+        count_calls: whether to count the calls of functions that are jitted while it is open, by the sizes that vary, so that
+            a plan weighs shapes by their calls. `jax.jit` is replaced meanwhile by one that returns counting functions; a call
+            of theirs takes a few microseconds more.
+
+    Returns:
+        The watch, to be opened with `with`.
+    """
+    return CompileWatch(count_calls=count_calls)
+
+
+def _end_listening(unregister: Callable[[Any], None], listener: Any) -> None:
+    with suppress(AssertionError):  # somebody has called jax.monitoring.clear_event_listeners()
+        unregister(listener)
+
+
+def resident_bytes() -> int | None:
+    """Returns the resident memory of the process, where the system tells."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _plain(name: str) -> str:
+    """Returns the name of a function without JAX's "jit(…)" around it."""
+    found = _TRANSFORMED.match(name)
+    return found[1] if found else name
+
+
+def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: Making | None) -> tuple[Change, ...]:
+    """Returns what is new about a call against the nearest of the earlier ones."""
+    if not earlier:
+        return ()
+    last = earlier[-1]
+    same_object = [
+        event for event in earlier if making is None or event.making is None or event.making.number == making.number
+    ]
+    if not same_object and making is not None:
+        return _new_object(last, making)
+    comparable = [event for event in reversed(same_object) if event.signature is not None]
+    if signature is None or not comparable:
+        return (Change("unknown", "", None, "", ""),)
+    nearest = min(comparable, key=lambda event: distance(event.signature, signature))  # pyright: ignore[reportArgumentType]
+    assert nearest.signature is not None
+    return tuple(changes(nearest.signature, signature)) or (Change("unknown", "", None, "", ""),)
+
+
+def _new_object(last: CompileEvent, making: Making) -> tuple[Change, ...]:
+    """Returns that a function is a new object, and what it holds that the last one did not."""
+    held = dict(last.making.held) if last.making is not None else {}
+    closures = [
+        Change("closure", name, None, held[name], text) for name, text in making.held if held.get(name, text) != text
+    ]
+    return (Change("function", "", None, "", making.how), *closures)
