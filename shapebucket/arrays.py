@@ -30,7 +30,7 @@ def as_arrays(sample: Any, layout: Layout) -> dict[str, Any]:
         LayoutError: naming the feature, if the sample lacks one, for lists of unequal lists or of text, for numbers that the
             layout's dtype cannot hold, or for text where the layout has no axis of bytes.
     """
-    return layout.to_tree([_as_array(feature, _leaf(feature, sample)) for feature in layout.features])
+    return layout.to_tree([as_array(feature, _leaf(feature, sample)) for feature in layout.features])
 
 
 def is_text(feature: Feature) -> bool:
@@ -53,7 +53,8 @@ def _described(sample: Any) -> str:
     return f"{type(sample).__name__}, no dict"
 
 
-def _as_array(feature: Feature, leaf: Any) -> Any:
+def as_array(feature: Feature, leaf: Any) -> Any:
+    """Does for one feature what `as_arrays` does for a sample."""
     if isinstance(leaf, np.ndarray | np.generic):
         return _of_dtype(feature, np.asarray(cast(Any, leaf)))
     if isinstance(leaf, bytes | str):

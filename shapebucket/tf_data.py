@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import grain
 import numpy as np
 
-from shapebucket.arrays import as_arrays, is_text
+from shapebucket.arrays import as_array, is_text
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, MissingExtraError, ScheduleError, StateError
 from shapebucket.layout import Feature, Layout
 from shapebucket.loader_report import Overlong, Remainder, check_plan
 from shapebucket.loading import BucketedIterDataset
+
+_CHUNK = 32
+"""Elements that are read at once: to cross from TensorFlow to Python for each costs more than to bucket it."""
 
 
 def from_tf_data(
@@ -95,9 +99,18 @@ class TfDataIterDataset(grain.IterDataset[dict[str, Any]]):
         self.dataset = dataset
         self.layout = layout
         self.deterministic = deterministic
+        self._leaves = dataset.map(_picker(layout, tf))
+        self._in_chunks = _splits(self._leaves, tf)
 
     def __iter__(self) -> TfDataIterator:
         return TfDataIterator(self)
+
+    def read(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yields the samples from a number on, reading those before, and several at once where their shapes allow it."""
+        rows = _rows(self._leaves.skip(start), self._in_chunks)
+        for leaves in rows:
+            pairs = zip(self.layout.features, leaves, strict=True)
+            yield self.layout.to_tree([as_array(feature, leaf) for feature, leaf in pairs])
 
     def __reduce__(self) -> NoReturn:
         raise ScheduleError(
@@ -117,14 +130,14 @@ class TfDataIterator(grain.DatasetIterator[dict[str, Any]]):
         self._reset()
 
     def _reset(self) -> None:
-        self._elements: Any = None
+        self._samples: Iterator[dict[str, Any]] | None = None
         self._read = 0
         self._latest: Any = None
 
     def __next__(self) -> dict[str, Any]:
-        if self._elements is None:
-            self._elements = self._source.dataset.as_numpy_iterator()
-        self._latest = as_arrays(next(self._elements), self._source.layout)
+        if self._samples is None:
+            self._samples = self._source.read(0)
+        self._latest = next(self._samples)
         self._read += 1
         return self._latest
 
@@ -152,7 +165,7 @@ class TfDataIterator(grain.DatasetIterator[dict[str, Any]]):
                 "order is the same: say deterministic=True if it is (no shuffle, or one with a seed and "
                 "reshuffle_each_iteration=False)"
             )
-        self._elements = self._source.dataset.skip(read - 1).as_numpy_iterator()
+        self._samples = self._source.read(read - 1)
         try:
             next(self)
         except StopIteration:
@@ -163,6 +176,40 @@ class TfDataIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"sample {read - 1} of the tf.data.Dataset is not the one that the state was saved after: it is another data "
                 "set, or gives another order each time (a shuffle without a seed, or without reshuffle_each_iteration=False)"
             )
+
+
+def _picker(layout: Layout, tf: Any) -> Any:
+    """Returns a function for `dataset.map` from an element to the layout's leaves."""
+
+    def pick(*element: Any) -> tuple[Any, ...]:
+        return tuple(_at(element[0], feature.path) for feature in layout.features)
+
+    return tf.autograph.experimental.do_not_convert(pick)
+
+
+def _splits(leaves: Any, tf: Any) -> bool:
+    """Whether `ragged_batch` gives batches that `_column` can take apart: no tensor varies beyond its first dimension."""
+    shapes = [spec.shape for spec in leaves.element_spec]
+    return all(shape.rank is not None and None not in shape.as_list()[1:] for shape in shapes) and all(
+        isinstance(spec, tf.TensorSpec) or spec.ragged_rank == 1 for spec in leaves.ragged_batch(1).element_spec
+    )
+
+
+def _rows(leaves: Any, in_chunks: bool) -> Iterator[Sequence[Any]]:
+    """Yields the leaves of one element after the other, as NumPy arrays, scalars and bytes."""
+    if not in_chunks:
+        yield from leaves.as_numpy_iterator()
+        return
+    for chunk in leaves.ragged_batch(_CHUNK):
+        yield from zip(*map(_column, chunk), strict=True)
+
+
+def _column(tensor: Any) -> list[Any]:
+    """Returns the rows of one leaf; copies, since each would keep the whole chunk in memory while it waits in a bucket."""
+    if not hasattr(tensor, "row_splits"):
+        return [row.copy() if isinstance(row, np.ndarray) else row for row in tensor.numpy()]
+    values, bounds = tensor.values.numpy(), tensor.row_splits.numpy().tolist()
+    return [values[start:stop].copy() for start, stop in itertools.pairwise(bounds)]
 
 
 def _checksum(sample: Any, layout: Layout) -> int:

@@ -149,6 +149,32 @@ def test_a_state_goes_on_exactly_after_every_batch(shuffled):
             np.testing.assert_array_equal(one, again)
 
 
+def test_samples_are_the_same_whether_they_are_read_at_once_or_not():
+    """Fixed, varying and inner sizes; and two sizes that vary, which are read one by one."""
+
+    def make(number):
+        size = number % 5
+        flat = {
+            "text": tf.strings.as_string(number),
+            "n": number,
+            "x": tf.ones([size, 2], tf.float32),
+            "f": tf.ones([3]),
+        }
+        return {"flat": flat, "image": tf.fill([size, size + 1], number)}
+
+    dataset = tf.data.Dataset.range(100).map(make)
+    flat = {"text": "uint8[c]", "n": "int64[]", "x": "float32[s 2]", "f": "float32[3]"}
+    at_once = list(sb.TfDataIterDataset(dataset, sb.Layout({"flat": flat})))
+    one_by_one = list(sb.TfDataIterDataset(dataset, sb.Layout({"flat": flat, "image": "int64[h w]"})))
+    assert len(at_once) == len(one_by_one) == 100
+    for number, (one, other) in enumerate(zip(at_once, one_by_one, strict=True)):
+        np.testing.assert_equal(one["flat"], other["flat"])
+        assert one["flat"]["text"].tobytes().decode() == str(number)
+        assert one["flat"]["x"].shape == (number % 5, 2)
+        assert other["image"].shape == (number % 5, number % 5 + 1)
+        assert one["flat"]["x"].base is None  # a sample that waits keeps no others in memory
+
+
 def test_it_is_repeated_as_grains_data_sets_are():
     plan = sb.plan_from_tf_boundaries([41], [10, 1], TOKENS)
     once = sb.from_tf_data(data_of(random_lengths(40)), plan)
