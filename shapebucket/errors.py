@@ -59,15 +59,16 @@ class RecordError(ShapebucketError, ValueError):
         reason: what the reader said.
         file: the file it is in, where known.
         record: its number in the file, from 0, where known.
+        where: sample, file and record in words.
     """
 
     def __init__(self, sample: int, reason: str, place: tuple[str, int] | None = None) -> None:
         self.sample = sample
         self.reason = reason
         self.file, self.record = place or (None, None)
-        where = f"sample {sample}" if place is None else f"record {self.record} of {self.file} (sample {sample})"
+        self.where = f"sample {sample}" if place is None else f"record {self.record} of {self.file} (sample {sample})"
         super().__init__(
-            f"{where} cannot be read: {reason}. Make the file anew, or leave such records out with "
+            f"{self.where} cannot be read: {reason}. Make the file anew, or leave such records out with "
             "RecordSource(source, on_error='skip') or TfdsSource(…, on_error='skip'), which count them"
         )
 

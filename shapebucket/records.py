@@ -88,7 +88,7 @@ class RecordSource:
             new = index not in self._skipped
             self._skipped.add(index)
         if new:
-            _log.warning("skipped: %s", problem)
+            _log.warning("skipped %s, which cannot be read: %s", problem.where, problem.reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.source, self.on_error)

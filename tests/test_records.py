@@ -65,7 +65,7 @@ def test_a_skipped_record_is_counted_and_nothing_else_is_lost(source, caplog):
         lengths = sb.measure(records, sb.Layout({"x": "uint8[s]"}), length_fn=len, progress=False)
         records[BROKEN]
     assert records.skipped == [BROKEN]
-    assert [each.getMessage().startswith("skipped: record 17 of ") for each in caplog.records] == [True]  # once
+    assert [each.getMessage().startswith("skipped record 17 of ") for each in caplog.records] == [True]  # once
     assert np.flatnonzero(~lengths.present).tolist() == [BROKEN]
     assert lengths.histogram.absent == 1
     plan = sb.plan_buckets(lengths, max_buckets=3, batch_size=4)
