@@ -133,11 +133,23 @@ class TfDataIterator(grain.DatasetIterator[dict[str, Any]]):
         self._samples: Iterator[dict[str, Any]] | None = None
         self._read = 0
         self._latest: Any = None
+        self._failure: BaseException | None = None
 
     def __next__(self) -> dict[str, Any]:
+        if self._failure is not None:  # a generator that raised would pass for one that has ended
+            raise self._failure.with_traceback(None)
         if self._samples is None:
             self._samples = self._source.read(0)
-        self._latest = next(self._samples)
+        try:
+            self._latest = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException as error:
+            self._failure = ScheduleError(f"{type(error).__name__} interrupted the reading of sample {self._read}")
+            raise
         self._read += 1
         return self._latest
 
@@ -156,26 +168,27 @@ class TfDataIterator(grain.DatasetIterator[dict[str, Any]]):
             read, last = state["read"], state["last"]
         except (TypeError, KeyError):
             raise StateError(f"this is no state of a TfDataIterDataset: {str(state)[:80]!r}") from None
-        self._reset()
-        if not read:
-            return
-        if not self._source.deterministic:
+        if read and not self._source.deterministic:
             raise StateError(
                 f"a tf.data.Dataset is restored by reading the {read:,} samples before again, which is exact only if their "
                 "order is the same: say deterministic=True if it is (no shuffle, or one with a seed and "
                 "reshuffle_each_iteration=False)"
             )
+        self._reset()
+        if not read:
+            return
         self._samples = self._source.read(read - 1)
-        try:
-            next(self)
-        except StopIteration:
-            raise StateError(f"the state was saved after {read:,} samples, but the tf.data.Dataset has fewer") from None
-        self._read = read
-        if _checksum(self._latest, self._source.layout) != last:
-            raise StateError(
+        self._read = read - 1
+        found = next(self, None)
+        if found is None:
+            self._failure = StateError(f"the state was saved after {read:,} samples, but the tf.data.Dataset has fewer")
+        elif _checksum(found, self._source.layout) != last:
+            self._failure = StateError(
                 f"sample {read - 1} of the tf.data.Dataset is not the one that the state was saved after: it is another data "
                 "set, or gives another order each time (a shuffle without a seed, or without reshuffle_each_iteration=False)"
             )
+        if self._failure is not None:
+            raise self._failure
 
 
 def _picker(layout: Layout, tf: Any) -> Any:

@@ -221,6 +221,8 @@ def test_states_of_other_data_and_what_is_no_state_are_refused():
     shorter = iter(sb.TfDataIterDataset(data_of([3] * 5), TOKENS, deterministic=True))
     with pytest.raises(sb.StateError, match="saved after 8 samples, but the tf.data.Dataset has fewer"):
         shorter.set_state(state)
+    with pytest.raises(sb.StateError, match="has fewer"):
+        next(shorter)  # it is at no known place
     for wrong in ({"next": 3}, 7):
         with pytest.raises(sb.StateError, match="this is no state of a TfDataIterDataset: "):
             shorter.set_state(wrong)
@@ -288,6 +290,26 @@ def test_whole_numbers_of_more_bits_are_converted_if_they_fit():
     assert next(iter(sb.TfDataIterDataset(dataset, TOKENS)))["tokens"].dtype == np.int32
     with pytest.raises(sb.LayoutError, match="feature 'tokens': holds numbers of int64 that int32 cannot hold"):
         next(iter(sb.TfDataIterDataset(dataset.map(lambda x: {"tokens": x["tokens"] + 2**40}), TOKENS)))
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_failure_does_not_pass_for_the_end_of_the_data(kind, monkeypatch):
+    iterator = iter(sb.TfDataIterDataset(data_of([1, 2, 3]), TOKENS, deterministic=True))
+    first = next(iterator)
+    state = iterator.get_state()
+    from shapebucket import tf_data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tf_data, "as_array", lambda *_: (_ for _ in ()).throw(kind("stop")))
+        with pytest.raises(kind):
+            next(iterator)
+    again = ValueError if kind is ValueError else sb.ScheduleError
+    with pytest.raises(again, match="stop|KeyboardInterrupt interrupted the reading of sample 1"):
+        next(iterator)
+    assert iterator.get_state() == state
+    iterator.set_state(state)
+    assert len(list(iterator)) == 2
+    assert len(first["tokens"]) == 1
 
 
 def test_it_does_not_go_to_worker_processes():
