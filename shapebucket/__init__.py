@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shapebucket.arrays import as_arrays
     from shapebucket.buckets import ArraySpec, Bucket, BucketPlan, PlanReport
     from shapebucket.errors import (
         BudgetError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         PlanError,
         ProcessError,
         RecompileError,
+        RecordError,
         ScheduleError,
         ShapebucketError,
         SignatureError,
@@ -43,9 +45,12 @@ if TYPE_CHECKING:
         from_tf_boundaries,
         plan_buckets,
         plan_by_rule,
+        plan_from_tf_boundaries,
         to_tf_boundaries,
     )
+    from shapebucket.records import RecordSource
     from shapebucket.schedule import Schedule, ScheduledBatch
+    from shapebucket.sources import TfdsSource
     from shapebucket.step import (
         BATCH,
         BatchSizeFit,
@@ -58,9 +63,11 @@ if TYPE_CHECKING:
         fit_batch_sizes,
         measure_costs,
     )
+    from shapebucket.tf_data import TfDataIterDataset, from_tf_data
     from shapebucket.watch import CompileCounter, forbid_compile, watch_compiles
 
 _MODULES = {
+    "arrays": ("as_arrays",),
     "buckets": ("ArraySpec", "Bucket", "BucketPlan", "PlanReport"),
     "errors": (
         "BudgetError",
@@ -72,6 +79,9 @@ _MODULES = {
         "PlanError",
         "ProcessError",
         "RecompileError",
+        "RecordError",
+        "RecordSource",
+        "RecordError",
         "ScheduleError",
         "ShapebucketError",
         "SignatureError",
@@ -95,9 +105,12 @@ _MODULES = {
         "from_tf_boundaries",
         "plan_buckets",
         "plan_by_rule",
+        "plan_from_tf_boundaries",
         "to_tf_boundaries",
     ),
+    "records": ("RecordSource",),
     "schedule": ("Schedule", "ScheduledBatch"),
+    "sources": ("TfdsSource",),
     "step": (
         "BATCH",
         "BatchSizeFit",
@@ -110,6 +123,7 @@ _MODULES = {
         "fit_batch_sizes",
         "measure_costs",
     ),
+    "tf_data": ("TfDataIterDataset", "from_tf_data"),
     "watch": ("CompileCounter", "forbid_compile", "watch_compiles"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -149,6 +163,8 @@ __all__ = [
     "PolynomialCost",
     "ProcessError",
     "RecompileError",
+    "RecordError",
+    "RecordSource",
     "Schedule",
     "ScheduleError",
     "ScheduledBatch",
@@ -157,10 +173,14 @@ __all__ = [
     "StateError",
     "StepError",
     "TableCost",
+    "TfDataIterDataset",
+    "TfdsSource",
+    "as_arrays",
     "count_steps",
     "fit_batch_sizes",
     "forbid_compile",
     "from_tf_boundaries",
+    "from_tf_data",
     "length_mask",
     "load_lengths",
     "make_global",
@@ -169,6 +189,7 @@ __all__ = [
     "pad",
     "plan_buckets",
     "plan_by_rule",
+    "plan_from_tf_boundaries",
     "to_tf_boundaries",
     "unpad",
     "watch_compiles",

@@ -220,10 +220,13 @@ def _lengths(options: argparse.Namespace, *, out: Path | None = None) -> LengthT
         return load_lengths(options.source, columns=options.columns)
     if options.columns:
         raise LengthsError("--columns is for files of lengths; --layout or --lengths says what is measured of samples")
-    samples = open_samples(options.source, data_dir=options.data_dir, raw=options.lengths is not None)
+    samples = open_samples(
+        options.source, data_dir=options.data_dir, layout=options.layout, raw=options.lengths is not None
+    )
     if options.lengths is None and len(samples) and isinstance(samples[0], bytes):
         raise LengthsError("ArrayRecord files hold bytes: say with --lengths MODULE:FUNCTION how long a record is")
-    return measure(samples, options.layout, length_fn=options.lengths, workers=options.workers, path=out)
+    layout = options.layout or getattr(samples, "layout", None)
+    return measure(samples, layout, length_fn=options.lengths, workers=options.workers, path=out)
 
 
 def _measure(options: argparse.Namespace) -> None:

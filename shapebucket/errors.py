@@ -51,6 +51,28 @@ class LengthsError(ShapebucketError, ValueError):
     """Lengths that cannot be: NaN, negative, fractional, or of another layout."""
 
 
+class RecordError(ShapebucketError, ValueError):
+    """A record of a data set cannot be read.
+
+    Attributes:
+        sample: its index in the data set.
+        reason: what the reader said.
+        file: the file it is in, where known.
+        record: its number in the file, from 0, where known.
+        where: sample, file and record in words.
+    """
+
+    def __init__(self, sample: int, reason: str, place: tuple[str, int] | None = None) -> None:
+        self.sample = sample
+        self.reason = reason
+        self.file, self.record = place or (None, None)
+        self.where = f"sample {sample}" if place is None else f"record {self.record} of {self.file} (sample {sample})"
+        super().__init__(
+            f"{self.where} cannot be read: {reason}. Make the file anew, or leave such records out with "
+            "RecordSource(source, on_error='skip') or TfdsSource(…, on_error='skip'), which count them"
+        )
+
+
 class PlanError(ShapebucketError, ValueError):
     """A plan that cannot be made, or a plan file that cannot be read."""
 

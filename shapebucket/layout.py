@@ -5,7 +5,6 @@ Letters in shapes: `B` rows of a batch, `N` samples, `A` axes of the layout.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shapebucket.errors import LayoutError
+from shapebucket.naming import axis_name
 from shapebucket.sampling import some
 
 Scalar = bool | int | float
@@ -177,6 +177,38 @@ class Layout:
                     )
                 shapes.append(array.shape)
         layout = cls.of(_infer_features(columns, dtypes))
+        layout.require_axes()
+        return layout
+
+    @classmethod
+    def from_tfds(
+        cls,
+        features: Any,
+        *,
+        only: Collection[str] | str | None = None,
+        without: Collection[str] | str = (),
+        pad_values: Tree | None = None,
+    ) -> Layout:
+        """Takes the layout from what a TFDS data set declares: `Layout.from_tfds(builder.info.features)`.
+
+        Each size that is None is an axis of its own, named after its feature, with `_h`, `_w` or a number where several of its
+        sizes vary; the features of one `Sequence` share an axis. Text has an axis of UTF-8 bytes, as `TfdsSource` gives it.
+        Axes that agree although nothing declares it are for you to name in a layout of your own, or for `infer` to find.
+
+        Args:
+            features: a `tfds.features.FeaturesDict`.
+            only: the features to take, by name, as in `"objects/bbox"`; a name takes all that is under it. All if not given.
+            without: features to leave out, such as a text that only names the sample.
+            pad_values: see `Layout`.
+
+        Raises:
+            LayoutError: with the reason for each, for features that no array holds: ragged ones, lists of texts, data sets in
+                samples, optional ones; or when nothing varies.
+            MissingExtraError: without tensorflow-datasets.
+        """
+        from shapebucket.tfds_features import tfds_notation
+
+        layout = cls(tfds_notation(features, only, without), pad_values=pad_values)
         layout.require_axes()
         return layout
 
@@ -548,16 +580,6 @@ def _infer_features(
                 dims.append(column[0])
                 continue
             if column not in axis_of:
-                axis_of[column] = _new_name(path, number if len(varying) > 1 else None, axis_of.values())
+                axis_of[column] = axis_name(path, number if len(varying) > 1 else None, axis_of.values())
             dims.append(axis_of[column])
         yield Feature(path, tuple(dims), dtypes[path])
-
-
-def _new_name(path: tuple[str, ...], number: int | None, taken: Collection[str]) -> str:
-    """Returns an axis name made of a path and a dimension's number that no other axis has."""
-    name = re.sub(r"\W", "_", "_".join(path))
-    name = name if name.isidentifier() else f"axis_{name}"
-    name = name if number is None else f"{name}_{number}"
-    return next(
-        each for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if each not in taken
-    )

@@ -18,6 +18,7 @@ EVERY = [
     errors.DriftError("problem", ["state: this taken, that returned"]),
     errors.BudgetError("problem"),
     errors.RecompileError("problem", "train_step", ["batch axis 1: 32 → 40"]),
+    errors.RecordError(7, "RuntimeError: corrupted", ("data.array_record", 3)),
     errors.MissingExtraError("matplotlib", "plots"),
 ]
 

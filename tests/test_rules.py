@@ -142,3 +142,34 @@ def test_rules_are_aligned_afterwards():
 def test_rules_that_cannot_be_are_refused(rule, lengths, message):
     with pytest.raises(sb.PlanError, match=message):
         sb.plan_by_rule(rule, lengths, batch_size=1)
+
+
+def test_a_plan_from_tf_boundaries_has_their_batch_sizes():
+    layout = sb.Layout({"x": "s"})
+    plan = sb.plan_from_tf_boundaries([5, 10], [8, 4, 2], layout, longest=30, masks="length")
+    assert [(bucket.sizes["s"], bucket.batch_size) for bucket in plan.buckets] == [(4, 8), (9, 4), (30, 2)]
+    assert plan.masks == "length"
+    assert sizes_of(sb.plan_from_tf_boundaries([1, 5], [9, 8, 7], layout)) == [4]
+    assert (sb.to_tf_boundaries(plan), plan.batch_sizes.tolist()) == ([5, 10], [8, 4, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([10, 5], [1, 1, 1]), r"each larger than the one before; got \[10, 5\]"),
+        (([], [1]), "must be at least one number"),
+        (([5, 10], [1, 1]), "one number for each of the 2 bounds, and one for what is longer; got 2"),
+        (([5, 0.5], [1, 1, 1]), "a bound must be a whole number of at least 1, but got 0.5"),
+        (([5], [0, 1]), "a bucket's sizes must be whole numbers of at least 1, but batch_size is 0"),
+    ],
+)
+def test_tf_boundaries_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(sb.PlanError, match=message):
+        sb.plan_from_tf_boundaries(*arguments, sb.Layout({"x": "s"}))
+
+
+def test_tf_boundaries_have_one_axis_and_the_longest_is_beyond_them():
+    with pytest.raises(sb.PlanError, match=r"tf.data buckets one axis, but the layout has \('s', 't'\)"):
+        sb.plan_from_tf_boundaries([5], [1, 1], sb.Layout({"x": "s", "y": "t"}))
+    with pytest.raises(sb.PlanError, match="longest is of samples from the last bound, 5, on; got 4"):
+        sb.plan_from_tf_boundaries([5], [1, 1], sb.Layout({"x": "s"}), longest=4)

@@ -1,4 +1,3 @@
-import importlib.util
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 import shapebucket as sb
 from shapebucket.cli import main
-from shapebucket.sources import as_arrays, open_samples
+from shapebucket.sources import open_samples
 
 PAIRS = [("a" * (number % 7), list(range(number % 11)), number) for number in range(60)]
 
@@ -58,22 +57,6 @@ def test_a_tfds_data_set_gives_dicts_of_arrays(data_dir):
         assert one["ids"].dtype == np.int32
         assert len(one["ids"]) == int(one["label"]) % 11
     assert len(open_samples("tfds:spellings:1.0.0/train[:10]", data_dir=data_dir)) == 10
-
-
-def test_lists_that_make_no_array_are_refused_by_name():
-    ragged = tfds.features.Sequence(tfds.features.Sequence(np.int32))
-    features = tfds.features.FeaturesDict({"a": {"b": ragged}, "words": tfds.features.Sequence(tfds.features.Text())})
-    info = features.get_tensor_info()
-    with pytest.raises(sb.LayoutError, match="feature 'a/b': is a list that makes no array of numbers"):
-        as_arrays({"a": {"b": [[1], [1, 2]]}}, info)
-    with pytest.raises(sb.LayoutError, match="ragged, or of text"):
-        as_arrays({"words": [b"one", b"two"]}, info)
-
-
-def test_empty_lists_keep_rank_and_dtype():
-    info = tfds.features.FeaturesDict({"boxes": tfds.features.Sequence(tfds.features.BBoxFeature())}).get_tensor_info()
-    empty = as_arrays({"boxes": []}, info)["boxes"]
-    assert (empty.shape, empty.dtype) == ((0, 4), np.float32)
 
 
 def test_a_tfds_data_set_goes_from_measure_to_plan_by_commands(data_dir, tmp_path, capsys):
@@ -168,9 +151,3 @@ def test_a_function_that_is_none_is_a_message(function, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["measure", "x.array_record", "--lengths", function])
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed")
-def test_no_tensorflow_was_needed(data_dir):
-    open_samples("tfds:spellings/train", data_dir=data_dir)
-    assert "tensorflow" not in sys.modules

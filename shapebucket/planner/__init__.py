@@ -5,7 +5,7 @@ from shapebucket.planner.costs import BatchCost, PolynomialCost, TableCost, coun
 from shapebucket.planner.exact import optimal_boundaries, solve_boundaries
 from shapebucket.planner.measured import MeasuredCost
 from shapebucket.planner.plan import plan_buckets
-from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, to_tf_boundaries
+from shapebucket.planner.rules import Rule, from_tf_boundaries, plan_by_rule, plan_from_tf_boundaries, to_tf_boundaries
 
 __all__ = [
     "BatchCost",
@@ -18,6 +18,7 @@ __all__ = [
     "optimal_boundaries",
     "plan_buckets",
     "plan_by_rule",
+    "plan_from_tf_boundaries",
     "solve_boundaries",
     "solve_boxes",
     "to_tf_boundaries",

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from shapebucket.buckets import BucketPlan, Lengths, Masks
+from shapebucket.buckets import Bucket, BucketPlan, Lengths, Masks
 from shapebucket.errors import PlanError
 from shapebucket.histogram import grouped
 from shapebucket.layout import Layout
@@ -256,10 +256,55 @@ def from_tf_boundaries(bucket_boundaries: Sequence[int]) -> list[int]:
     return [bound - 1 for bound in bucket_boundaries if bound > 1]
 
 
+def plan_from_tf_boundaries(
+    bucket_boundaries: Sequence[int],
+    bucket_batch_sizes: Sequence[int],
+    layout: Layout,
+    *,
+    longest: int | None = None,
+    masks: Masks = "mask",
+) -> BucketPlan:
+    """Makes the plan that groups samples as `tf.data`'s `bucket_by_sequence_length` does with the same arguments.
+
+    `to_tf_boundaries` is the way back: its bounds go with `plan.batch_sizes`.
+
+    Args:
+        bucket_boundaries: tf.data's exclusive upper bounds, ascending. A bound of 1, for empty samples alone, is left out with
+            its batch size.
+        bucket_batch_sizes: the rows of each bucket, one more than there are bounds.
+        layout: which axis varies: one, since tf.data buckets by one length. A loader needs its dtypes.
+        longest: the size of the last bucket, which has no bound in tf.data, in elements. None: there is no such bucket, and a
+            sample of the last bound or longer is overlong, which is what `pad_to_bucket_boundary=True` asks for.
+        masks: see `plan_buckets`.
+
+    Raises:
+        PlanError: for bounds that do not ascend, another number of batch sizes, a `longest` within the bounds, or a layout of
+            several axes.
+    """
+    if len(layout.axes) != 1:
+        raise PlanError(f"tf.data buckets one axis, but the layout has {layout.axes}")
+    bounds, rows = list(bucket_boundaries), list(bucket_batch_sizes)
+    for bound in bounds:
+        check_positive("a bound", bound)
+    if not bounds or any(bound >= following for bound, following in itertools.pairwise(bounds)):
+        raise PlanError(f"bucket_boundaries must be at least one number, each larger than the one before; got {bounds}")
+    if len(rows) != len(bounds) + 1:
+        raise PlanError(
+            f"bucket_batch_sizes must have one number for each of the {len(bounds)} bounds, and one for what is longer; got "
+            f"{len(rows)}"
+        )
+    if longest is not None and longest < bounds[-1]:
+        raise PlanError(f"longest is of samples from the last bound, {bounds[-1]}, on; got {longest}")
+    sizes = [bound - 1 for bound in bounds] + ([] if longest is None else [longest])
+    axis = layout.axes[0]
+    buckets = [Bucket(((axis, size),), count) for size, count in zip(sizes, rows, strict=False) if size]
+    return BucketPlan(layout, buckets, masks=masks)
+
+
 def to_tf_boundaries(plan: BucketPlan) -> list[int]:
     """Turns a plan's boundaries into `bucket_boundaries` for `tf.data`'s `bucket_by_sequence_length` (one axis).
 
-    The last boundary is left out: tf.data's last bucket is of everything else.
+    The last boundary is left out: tf.data's last bucket is of everything else. `plan.batch_sizes` are its `bucket_batch_sizes`.
 
     Raises:
         PlanError: for a plan of several axes.
