@@ -57,7 +57,7 @@ class LoaderReport:
         early: batches that a stream emitted before they were full, since a sample had waited for `max_wait`.
         absent: elements that the data set does not have (filtered out before the loader); they are no samples.
         masked: rows of `samples` that became padding since their element was None when it was read (`absent="mask"`), in all
-            epochs that this process has read; 0 for others.
+            epochs that this process itself has read; those of Grain's worker processes are not known here.
     """
 
     plan: BucketPlan

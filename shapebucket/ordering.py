@@ -26,7 +26,7 @@ def index_dtype(count: int) -> np.dtype[Any]:
 def permutation(count: int, seed: int, epoch: int, *, purpose: int = 0) -> Indices:
     """Returns a random order of 0, 1, …, count − 1 that depends on the arguments alone: that of raw 64-bit keys.
 
-    No two seeds (below 2¹²⁸), epochs or purposes share an order.
+    No two seeds (below 2¹²⁸), epochs or purposes share a stream of keys.
 
     NumPy promises a stable stream for its bit generators, not for `Generator.permutation` (NEP 19); a run that resumes
     under another NumPy must see the same batches.

@@ -21,6 +21,7 @@ from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_p
 from shapebucket.ordering import by_group, chunks, index_dtype, permutation
 from shapebucket.processes import Shard, ShardLike
 
+_ORDER = 1  # of the way from lengths and seed to batches: one more whenever the pinned orders of the tests change
 _SEEDS = 2**128
 
 
@@ -191,12 +192,14 @@ class Schedule:
     def fingerprint(self) -> dict[str, Any]:
         """What decides which batch stands where, as JSON values by name: a step means the same only where this is the same.
 
-        Plan and lengths stand there as hashes. The shard is left out, since a run goes on with another number of processes.
+        Plan and lengths stand there as hashes. The shard is left out, since a run goes on with another number of processes; the
+        seed is None where nothing is shuffled.
         """
         return {
+            "order": _ORDER,
             "plan": self.plan.fingerprint,
             "lengths": self._lengths_hash,
-            "seed": self.seed,
+            "seed": self.seed if self.shuffle or self.shuffle_batches else None,
             "shuffle": self.shuffle,
             "shuffle_batches": self.shuffle_batches,
             "remainder": self.remainder,

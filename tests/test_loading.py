@@ -124,8 +124,8 @@ class TestSchedule:
         assert sorted(numbers(loader)) == list(range(100))
         with pytest.raises(
             sb.ScheduleError,
-            match=rf"batch {len(loader)} is of epoch 1, but the data set before the loader has one epoch only: it raised "
-            r"IndexError \(list index out of range\) for an index from its length on, which is how Grain asks for a later",
+            match=rf"batch {len(loader)} is of epoch 1, for which the data set before the loader raised IndexError \(list index "
+            r"out of range\). Perhaps it has one epoch only: Grain asks for a later one by indices from its length on",
         ):
             list(loader.repeat(2))
 

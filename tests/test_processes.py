@@ -215,6 +215,14 @@ def at_different_steps():
     iterator.set_state({**iterator.get_state(), "step": 5 + index})
     next(iterator)
 
+def set_in_one_alone():
+    iterator = iter(batches)
+    next(iterator)
+    if index == 0:
+        iterator.set_state(iterator.get_state())
+    for _ in iterator:
+        pass
+
 counted = iter(batches)
 for _ in counted:
     pass
@@ -232,6 +240,7 @@ print(json.dumps({
     "mine": [int(each["tokens"][0]) for each in mine],
     "windows": refused(lambda: next(iter(other))),
     "steps": refused(at_different_steps),
+    "alone": refused(set_in_one_alone),
     "foreign": refused(lambda: foreign.set_state(state)),
     "report": [list(report.batches), report.empty, report.held],
     "process": index,
@@ -256,6 +265,10 @@ def test_streams_of_jax_processes_agree_on_each_step_and_end_together(count):
                 f"{', '.join(str(first + i) for i in range(count))}: give all the same plan (one file, BucketPlan.load) and "
                 "window, and restore all from the same step"
             )
+        assert each["alone"] == (
+            "ProcessError: some processes of a lockstep start from a state while others are on their way: after a failure, "
+            "restore all of them, from the same step"
+        )
         shapes = [size for _, size in each["buckets"]]
         empty = sum(not rows for rows in each["numbers"])
         assert each["report"] == [[shapes.count(size) for size in sorted(set(shapes))], empty, 0]

@@ -104,7 +104,9 @@ def test_a_fingerprint_is_of_all_that_decides_on_the_batches_and_of_nothing_else
     names = ["seed", "shuffle", "shuffle_batches", "remainder", "overlong", "plan", "lengths"]
     for name, other in zip(names, others, strict=True):
         assert [key for key, value in other.fingerprint.items() if value != mine.fingerprint[key]] == [name]
-    assert sorted(mine.fingerprint) == sorted(names)
+    assert sorted(mine.fingerprint) == sorted([*names, "order"])
+    unshuffled = [sb.Schedule(LENGTHS, PLAN, seed=seed, shuffle=False).fingerprint for seed in (1, 2)]
+    assert unshuffled[0] == unshuffled[1]
     for index in range(2):
         assert sb.Schedule(list(LENGTHS), PLAN, **options, shard=(index, 2)).fingerprint == mine.fingerprint
 

@@ -21,8 +21,9 @@ import atexit
 import contextlib
 import gc
 import mmap
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grain
@@ -47,19 +48,29 @@ def connect(stage: Any) -> None:
     getattr(stage, "_stats", None)
 
 
+def set_parents(iterator: grain.DatasetIterator[Any], parents: Sequence[grain.DatasetIterator[Any]]) -> None:
+    """Says which iterators one reads from now: its `close` closes them, and the execution summary counts them."""
+    reading: Any = iterator
+    reading._parents = tuple(parents)
+
+
 def close_at_exit(iterator: grain.DatasetIterator[Any]) -> None:
     """Has an iterator with worker processes closed when the script ends, if it still lives then."""
     _LIVING.add(iterator)
     atexit.unregister(_end)
-    atexit.register(_end)  # after those of Grain and multiprocessing, and so before them when the script ends
+    atexit.register(
+        _end, os.getpid()
+    )  # after those of Grain and multiprocessing, and so before them when the script ends
 
 
-def _end() -> None:
-    living: list[Any] = list(_LIVING)
-    for iterator in living:
-        iterator.close()
-        iterator._parents = ()  # they go now, and not when the modules are gone
-    with contextlib.suppress(ImportError, AttributeError):
+def _end(process: int) -> None:
+    if process != os.getpid():  # a fork: the workers are its parent's
+        return
+    for iterator in list(_LIVING):
+        with contextlib.suppress(Exception):  # the script has ended, and its own end counts
+            iterator.close()
+            set_parents(iterator, ())  # they go now, and not when the modules are gone
+    with contextlib.suppress(ImportError, AttributeError, FileNotFoundError):
         _free_shared_memory()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -13,7 +14,8 @@ import grain
 
 from shapebucket.errors import ScheduleError, StateError
 from shapebucket.flags import mark_flags_parsed
-from shapebucket.loading._grain_private import ElementsOfParent, close_at_exit, connect, recorded
+from shapebucket.loader_report import is_whole
+from shapebucket.loading._grain_private import ElementsOfParent, close_at_exit, connect, recorded, set_parents
 from shapebucket.loading.fingerprints import changes, joined
 
 _T = TypeVar("_T")
@@ -66,12 +68,13 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
         self._workers = multiprocessing_options.num_workers if multiprocessing_options else 0
         self._read, self._processes = read_options, multiprocessing_options
 
-    def _shard(self, at: int) -> _Shard[_T]:
+    def shard(self, at: int) -> _Shard[_T]:
         """Returns every n-th element from one on, for n workers."""
         part = self._source[at :: max(1, self._workers)]
         return _Shard(part.to_iter_dataset(self._read, allow_nones=True), len(part))
 
-    def _in_worker(self, shard: _Shard[_T]) -> grain.IterDataset[_T]:
+    def in_worker(self, shard: _Shard[_T]) -> grain.IterDataset[_T]:
+        """Returns a worker's elements, as they come from it."""
         if self._processes is None or not self._workers:
             return shard
         buffered, profiled = self._processes.per_worker_buffer_size, self._processes.enable_profiling
@@ -109,8 +112,8 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     def __iter__(self) -> grain.DatasetIterator[_T]:
         if self._workers:
             mark_flags_parsed()
-        shards = [self._shard(at) for at in range(max(1, self._workers))]
-        iterator = _ElasticDatasetIterator(self, shards, [iter(self._in_worker(shard)) for shard in shards])
+        shards = [self.shard(at) for at in range(max(1, self._workers))]
+        iterator = _ElasticDatasetIterator(self, shards, [iter(self.in_worker(shard)) for shard in shards])
         if self._workers:
             close_at_exit(iterator)
         return iterator
@@ -158,8 +161,6 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
         self._next = 0
         self._placed = False  # whether the shards stand where `_next` says
         self._started = [False] * len(shards)
-        self._answered = [dataset.workers == 0] * len(shards)  # whether each has given an element
-        self._failure: Exception | None = None  # of a worker that gave none
 
     def __next__(self) -> _T:
         while self._next < self._length:
@@ -190,22 +191,28 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
             )
         if self._placed:
             return
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
         connect(self)
         for at, shard in enumerate(self._shards):
             before = max(0, -(-(self._next - at) // len(self._shards)))
-            if self._dataset.workers and not self._started[at]:
+            if self._dataset.workers:
                 self._start(at, before)
-                continue
-            if not self._answered[at]:
-                self._ask(at, at + self._parts[at].start * len(self._parts))  # raises if it could not start
-            grain.experimental.set_next_index(shard, before)
-            shard.start_prefetch()
+            else:
+                grain.experimental.set_next_index(shard, before)
+                shard.start_prefetch()
         self._placed = True
 
     def _start(self, at: int, before: int) -> None:
-        """Starts a worker in its place, if there is anything left to read."""
+        """Starts a worker in its place, if there is anything left to read; another one in the place of one that was started.
+
+        Grain would start the same one again, in the place that it is told: and wait for ever if that start fails.
+        """
+        if self._started[at]:
+            with contextlib.suppress(Exception):  # it may have died
+                self._shards[at].close()
+            self._parts[at] = self._dataset.shard(at)
+            self._shards[at] = iter(self._dataset.in_worker(self._parts[at]))
+            set_parents(self, self._shards)
+            self._started[at] = False
         part, shard = self._parts[at], self._shards[at]
         if before < part.length:
             part.start = before
@@ -214,22 +221,13 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
             shard.start_prefetch()
 
     def _ask(self, at: int, number: int) -> _T:
-        """Takes a shard's next element. A worker that raises before it gave any may be one that cannot start: that is final."""
+        """Takes a shard's next element."""
         try:
-            element = next(self._shards[at])
+            return next(self._shards[at])
         except StopIteration as error:  # would pass for the end of the data
             raise ScheduleError(
                 f"element {number} of {self._length} did not come: StopIteration was raised for it, in a map perhaps"
             ) from error
-        except Exception as error:
-            if not self._answered[at]:
-                error.add_note(
-                    "The worker gave no element before. To try again, make another iterator with iter(dataset)."
-                )
-                self._failure = error
-            raise
-        self._answered[at] = True
-        return element
 
     def get_state(self) -> dict[str, Any]:
         """Returns how many elements were passed, the same for any number of workers, and the loader's fingerprint."""
@@ -242,7 +240,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
             StateError: if it is none, or of another schedule, or of a longer data set.
         """
         whole = isinstance(state, dict) and state.keys() == _STATE
-        if not whole or not isinstance(state["next_index"], int) or not isinstance(state["fingerprint"], dict):
+        if not whole or not is_whole(state["next_index"], 0) or not isinstance(state["fingerprint"], dict):
             raise StateError(
                 "ElasticIterDataset takes the state {'next_index': n, 'fingerprint': {…}}, but got "
                 f"{str(state)[:80]!r}: it was saved by another pipeline (that of to_iter_dataset has no fingerprint, that of "

@@ -26,6 +26,8 @@ from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
 from shapebucket.padding import pad
 
+_WIDTH = 160  # integers sent at a time
+_MEETING, _AGREEMENT = 1, 2  # what for
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
 _STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step", "counts"}
 
@@ -280,6 +282,8 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved by a lockstep with {changed}: each process goes on from its own state, with "
                 "the same plan and window, in as many processes"
             )
+        if not isinstance(state["counts"], dict) or state["counts"].keys() != {"batches", "empty", "collectives"}:
+            raise StateError(f"the counts of this state are damaged: {str(state['counts'])[:80]!r}")
         self._parent_states.place(state["parent"])
         self._placed = True
         self._reset()
@@ -314,7 +318,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         """Takes a batch from the parent, and holds it back; returns whether there was one.
 
         One that cannot be read stays the next one: each call raises again, since whether the parent would give it again is not
-        known. A state taken then has it still to come: set it to try again.
+        known. A state taken then has it still to come: to try again, set it, and in every other process one of the same step.
         """
         if self._failure is not None:
             raise self._failure[0].with_traceback(None)
@@ -330,7 +334,10 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             self._failure = error, state
             raise
         except BaseException as error:
-            why = f"{type(error).__name__} interrupted the reading of batch {self._seen}: go on by it.set_state(it.get_state())"
+            why = (
+                f"{type(error).__name__} interrupted the reading of batch {self._seen}: go on by it.set_state(it.get_state()), "
+                "with several processes in each of them"
+            )
             self._failure = ScheduleError(why), state
             raise
         return True
@@ -349,7 +356,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             ProcessError: if one has another plan or window, or is at another step.
         """
         plan = int(self._dataset.plan.fingerprint[:7], 16)
-        every = _gather([plan, self._dataset.window, self._step])
+        every = _gather(_MEETING, [plan, self._dataset.window, self._step])
         for what, column in zip(("plans", "windows", "steps"), every.T.tolist(), strict=True):  # a plan by its hash
             if len(set(column)) > 1:
                 raise ProcessError(
@@ -365,7 +372,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         old = self._seen - _LONG * self._dataset.window
         overdue = [sum(each.number < old for each in held) for held in self._held]
         self._collectives += 1
-        every = _gather([self._ended, *map(len, self._held), *overdue])
+        every = _gather(_AGREEMENT, [self._ended, *map(len, self._held), *overdue])
         counts, overdue = np.split(every[:, 1:], 2, axis=1)
         return next_buckets(counts, overdue, every[:, 0].astype(bool))
 
@@ -394,9 +401,24 @@ def next_buckets(counts: Counts, overdue: Counts, ended: npt.NDArray[np.bool_]) 
     return buckets[np.argsort(times, kind="stable")].tolist()
 
 
-def _gather(numbers: list[int]) -> Counts:
-    """Returns the numbers of every process, int32 [P, len(numbers)]; all must call it."""
-    return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.int32)))
+def _gather(purpose: int, numbers: list[int]) -> Counts:
+    """Returns the numbers of every process, int32 [P, len(numbers)]; all must call it.
+
+    What is sent has the same size for any purpose, and for plans of any but very many buckets: JAX does not notice collectives
+    that differ, and computes wrong numbers, or waits.
+
+    Raises:
+        ProcessError: if they called it for different purposes.
+    """
+    sent = np.zeros(-(-(1 + len(numbers)) // _WIDTH) * _WIDTH, np.int32)
+    sent[: 1 + len(numbers)] = [purpose, *numbers]
+    every = np.asarray(multihost_utils.process_allgather(sent))
+    if len({*every[:, 0].tolist()}) > 1:
+        raise ProcessError(
+            "some processes of a lockstep start from a state while others are on their way: after a failure, restore all of "
+            "them, from the same step"
+        )
+    return every[:, 1 : 1 + len(numbers)]
 
 
 def _numbers(listed: str) -> list[int]:

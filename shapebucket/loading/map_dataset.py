@@ -193,9 +193,9 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             if not offset:
                 raise
             raise ScheduleError(
-                f"batch {index} is of epoch {index // len(self.schedule)}, but the data set before the loader has one epoch "
-                f"only: it raised IndexError ({error}) for an index from its length on, which is how Grain asks for a later "
-                "epoch. Have it take the index modulo its length, or read one epoch"
+                f"batch {index} is of epoch {index // len(self.schedule)}, for which the data set before the loader raised "
+                f"IndexError ({error}). Perhaps it has one epoch only: Grain asks for a later one by indices from its length "
+                "on. Have it take the index modulo its length, or read one epoch"
             ) from error
         self._masked.add(len(indices) - len(rows))
         truncate = self.schedule.overlong == "truncate"

@@ -21,13 +21,14 @@ class Parent:
         """Restores it at once: what it refuses is known early, and `start_prefetch` starts in the right place.
 
         Raises:
-            StateError: if it does not take the state.
+            StateError: if it does not take the state. Other errors, of a file system say, come through; it is at no known place
+                then as well.
         """
         self._lost = True  # Grain may move it before it refuses
         try:
             self._iterator.set_state(copy.deepcopy(state))
             self._iterator.get_state()  # where mp_prefetch finds that it has more workers than the state
-        except Exception as error:
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
             raise StateError(
                 f"the data set before the loader does not take its part of the state ({type(error).__name__}: {error}): build "
                 "it as it was when the state was saved; mp_prefetch with as many workers. ElasticIterDataset takes any number"
