@@ -6,7 +6,7 @@ import re
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, get_args
@@ -24,16 +24,16 @@ class CompileGuard:
     """A context in which no compile goes unnoticed; `forbid_compile` makes it.
 
     Attributes:
-        refused: the errors that were raised, or would have been.
+        refused: the errors as they were raised, or would have been, without their tracebacks.
     """
 
-    def __init__(self, action: Action, allow: frozenset[str], history: Sequence[CompileEvent]) -> None:
+    def __init__(self, action: Action, allow: frozenset[str], earlier: CompileWatch | None) -> None:
         """Makes the context; see `forbid_compile`."""
         self.refused: list[RecompileError] = []
         self._action = action
         self._allow = allow
         self._explained = threading.local()
-        self._watch = CompileWatch(history=history, on_compile=self._refuse)
+        self._watch = CompileWatch(earlier=earlier, on_compile=self._refuse)
         self._open = ExitStack()
         self._owner = 0
         self._elsewhere: list[RecompileError] = []
@@ -75,10 +75,14 @@ class CompileGuard:
         error = _error(event, messages)
         self.refused.append(error)
         if self._action == "error":
+            raised = RecompileError(
+                str(error), error.function, error.differences
+            )  # its traceback holds on to all frames
             if threading.get_ident() != self._owner:
-                error.add_note(f"shapebucket: in the thread {threading.current_thread().name}")
+                for each in (error, raised):
+                    each.add_note(f"shapebucket: in the thread {threading.current_thread().name}")
                 self._elsewhere.append(error)
-            raise error
+            raise raised
         if self._action == "warn":
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
@@ -116,7 +120,7 @@ def forbid_compile(
         raise StepError(f"action must be one of {get_args(Action)}, but got {action!r}")
     if isinstance(allow, str):
         raise StepError(f"allow takes names of functions, as in [{allow!r}], but got {allow!r}")
-    return CompileGuard(action, frozenset(allow), () if earlier is None else earlier.events)
+    return CompileGuard(action, frozenset(allow), earlier)
 
 
 def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
@@ -149,6 +153,6 @@ def _unexplained(event: CompileEvent) -> str:
     """Describes a call of which nothing is known to compare it with."""
     if event.signature is None:
         return "what it is called with cannot be told"
-    if event.function.kind == "call":
+    if event.function.kind == "call" and not event.trace_seconds:  # JAX traces for all but where the arguments lie
         return f"of types that were traced before, so where an argument lies may be new: {event.signature}"
     return f"called with {event.signature}"
