@@ -26,7 +26,7 @@ CAUSES = {
     "of 0, a list of 1, a list of 2, … a list of 4; jit it once, outside of the loop, and pass as arguments what changes",
     "lambda_each_epoch": "<lambda> compiled 5 times; 4 because it was a new lambda each time; jit it once, outside of the "
     "loop, and pass as arguments what changes",
-    "last_partial_batch": "train_step compiled 2 times; 1 because images axis 0 took 2 values (32, 4): 4 is a last partial "
+    "last_partial_batch": "train_step compiled 2 times; 1 because images axis 0 took 2 values (32, 4): 4 may be a last partial "
     "batch; drop the remainder, or pad it and mask the rows",
     "numpy_float64": "train_step compiled 2 times; 1 because pixels was float32 of NumPy, then float64 of NumPy; cast it "
     "before the call, or what the function returns",

@@ -128,7 +128,7 @@ def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
     name = event.function.name
     lines = [str(change) for change in event.changes if change.kind not in ("unknown", "function")]
     if any(change.kind == "function" for change in event.changes):
-        lines.insert(0, f"it is a new {event.changes[0].after}: jit it once, outside of the loop")
+        lines.insert(0, f"it is {event.changes[0]}: if it is made anew in a loop, jit it once, outside")
     lines = lines or _jax_says(name, explained) or [_unexplained(event)]
     listed = "\n".join(f"  {line}" for line in lines)
     return RecompileError(

@@ -93,13 +93,13 @@ class CompileEvent:
 
 @dataclass
 class _Thread(threading.local):
-    """What a thread is at: how deep in traces, seconds of tracing and lowering by name, and the compile that is not finished."""
+    """What a thread is at: how deep in traces, seconds of tracing and lowering by name, and a compile that is not finished."""
 
     depth: int = 0
     memory: int | None = None
     open: CompileEvent | None = None
     cached: bool = False
-    spent: dict[str, tuple[float, float]] = field(default_factory=lambda: {})
+    spent: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def tracing(self) -> bool:
