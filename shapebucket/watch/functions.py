@@ -173,9 +173,22 @@ def _layers(fun: Any) -> Iterator[Any]:
 
 
 def _layer_key(layer: Any) -> tuple[Hashable, ...]:
-    """Returns what tells one layer from others; `grad` and `vmap` of a function are of other code than the function."""
+    """Returns what tells one layer from others: `grad` and `vmap` of a function are other functions than itself."""
     code: Any = getattr(layer, "__code__", None)
-    return (type(layer).__module__, type(layer).__qualname__, str(getattr(layer, "__name__", "")), code)
+    behind: list[Any] = []
+    if hasattr(layer, "__wrapped__"):  # JAX's transformations are closed over by wrappers of one code
+        behind = [getattr(value, "__code__", None) for _, value in _closed_over(layer)]
+    return (type(layer).__module__, type(layer).__qualname__, str(getattr(layer, "__name__", "")), code, *behind)
+
+
+def _closed_over(fun: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values that a function closes over."""
+    names = getattr(getattr(fun, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fun, "__closure__", None) or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
 
 
 def _how(fun: Any) -> str:
@@ -193,13 +206,7 @@ def _held(fun: Any) -> list[tuple[str, str]]:
         held += [(f"argument {number}", _content(value)) for number, value in enumerate(fun.args)]
         held += [(name, _content(value)) for name, value in fun.keywords.items()]
     inner = list(_layers(fun))[-1]
-    names = getattr(getattr(inner, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(inner, "__closure__", None) or (), strict=False):
-        try:
-            held.append((name, _content(cell.cell_contents)))
-        except ValueError:  # not filled yet
-            continue
-    return held
+    return held + [(name, _content(value)) for name, value in _closed_over(inner)]
 
 
 def _content(value: Any) -> str:
