@@ -210,6 +210,18 @@ def test_eager_operations_count_by_the_line_that_runs_them():
     assert {cause.remedy for cause in report.causes} == {"do it in NumPy before the call, or inside a jitted function"}
 
 
+@pytest.mark.parametrize("name", ["numpy.cumsum", "numpy.add", "nn.relu", "nn.softmax", "numpy.linalg.norm"])
+def test_a_function_of_jax_counts_as_the_users_where_the_user_jits_it(name):
+    fun = functools.reduce(getattr, name.split("."), jax)
+    arguments = [np.full(211, 2, np.float32)] * (1 + (name == "numpy.add"))
+    with sb.watch_compiles() as watch:
+        fun(*arguments)
+    assert {event.function.kind for event in watch.events} == {"eager"}
+    with sb.watch_compiles() as watch:
+        jax.jit(fun)(*arguments)
+    assert [event.function.kind for event in watch.events] == ["call"]
+
+
 def test_a_gradient_of_a_jitted_function_counts_for_the_function():
     step = fresh(lambda x: (x**2).sum())
     with sb.watch_compiles() as watch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import importlib.util
 import io
 import json
@@ -77,9 +78,9 @@ class _Report:
         self._open.enter_context(_once_jax_is_there(self._begin))
 
     def _begin(self) -> None:
-        from shapebucket.watch import diagnosis  # noqa: F401  # now, since modules may not load when the process ends
         from shapebucket.watch.recording import watch_compiles
 
+        importlib.import_module("shapebucket.watch.diagnosis")  # modules may not load any more when the process ends
         self._watch = self._open.enter_context(watch_compiles(count_calls=True))
 
     def tell(self) -> None:

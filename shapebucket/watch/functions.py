@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import sysconfig
 import threading
 import weakref
@@ -118,12 +119,20 @@ def function_of(fun: Callable[..., Any] | None, name: str, caller: str, ahead: b
     """
     if ahead:
         return Function(name, "", "ahead", ("ahead", caller, name))
-    if fun is None or str(getattr(fun, "__module__", "")).split(".")[0] == "jax":
+    if fun is None or _is_of_jax(fun):
         return Function(name, caller, "eager", ("eager", caller, name))
     layers = list(_layers(fun))
     code = getattr(layers[-1], "__code__", None)
     where = "" if code is None else f"{short(code.co_filename, here)}:{code.co_firstlineno}"
     return Function(name, where, "call", tuple(map(_layer_key, layers)))
+
+
+def _is_of_jax(fun: Any) -> bool:
+    """Tells whether JAX made and jitted a function; one that the user jits is public as it is, or jitted already."""
+    module, name = str(getattr(fun, "__module__", "")), str(getattr(fun, "__name__", ""))
+    if module.split(".")[0] != "jax" or not inspect.isfunction(fun):
+        return False
+    return name.startswith("_") or getattr(sys.modules.get(module), name, None) is not fun
 
 
 def caller_line(here: str = "") -> str:
