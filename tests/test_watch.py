@@ -439,8 +439,9 @@ def test_eager_operations_are_refused():
 
 def test_warn_and_count_let_it_compile():
     step = fresh()
-    with sb.forbid_compile("warn") as guard, pytest.warns(RuntimeWarning, match="total compiles anew at "):
+    with sb.forbid_compile("warn") as guard, pytest.warns(RuntimeWarning, match="total compiles anew at ") as told:
         step(ONES)
+    assert told[0].filename == __file__
     assert guard.count == 1
     with warnings.catch_warnings(), sb.forbid_compile("count") as guard:
         warnings.simplefilter("error")
@@ -712,25 +713,34 @@ def test_files_are_told_from_where_the_watch_was_opened(tmp_path, monkeypatch):
     assert watch.events[0].caller.startswith("test_watch.py:")
 
 
-def in_a_frame_of_jax(local: str, act):
-    """Acts below a frame like that of JAX, with a local of its own."""
+def compile_event():
+    """Tells the watch of a compile as JAX does."""
+    jax.monitoring.record_scalar(COMPILE_EVENT, 0.0, fun_name="jit(step)")
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.5, fun_name="jit(step)")
+
+
+def in_a_frame_of_jax(**local):
+    """Tells of a compile below a frame like that of JAX, with some locals."""
     scope = {"__name__": "jax._src.pjit"}
-    exec(f"def cache_miss(act, {local}):\n    return act()", scope)
-    return scope["cache_miss"](act, 1)
+    exec(f"def cache_miss(act, {', '.join(local)}):\n    return act()", scope)
+    scope["cache_miss"](compile_event, **local)
 
 
 @pytest.mark.parametrize("local", ["fun", "renamed", "args", "kwargs"])
 def test_frames_of_another_jax_end_no_run(local, caplog):
-    def compile_event():
-        jax.monitoring.record_scalar(COMPILE_EVENT, 0.0, fun_name="jit(step)")
-        jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.5, fun_name="jit(step)")
-
     with sb.watch_compiles() as watch:
         for _ in range(2):
-            in_a_frame_of_jax(local, compile_event)
+            in_a_frame_of_jax(**{local: 1})
     assert [event.function.name for event in watch.events] == ["step", "step"]
     assert [event.first for event in watch.events] == [True, False]
     assert ("cannot tell why step compiles" in caplog.text) == (local != "renamed")
+
+
+def test_a_long_history_is_not_searched_to_its_beginning():
+    with sb.watch_compiles() as watch:
+        for n in (1, *range(2, 258), 1):
+            in_a_frame_of_jax(fun=closing_over, args=(np.ones(n),), kwargs={})
+    assert [str(change) for change in watch.events[-1].changes] == ["value axis 0: 257 → 1"]
 
 
 def alive(reference) -> bool:

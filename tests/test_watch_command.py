@@ -15,7 +15,7 @@ from shapebucket.watch.__main__ import main
 CASES = Path(__file__).parent / "cases"
 CAUSES = {
     "bf16_promotion": "train_step compiled 2 times; 1 because params['scale'] was bfloat16, then float32: something in "
-    "float32 promoted it; cast it before the call, or what the function returns",
+    "float32 may have promoted it; cast it before the call, or what the function returns",
     "dict_order": "train_step compiled 2 times; 1 because the structure changed: batch was OrderedDict ('tokens', 'labels'), "
     "then OrderedDict ('labels', 'tokens'); keep one structure from the first call on: placeholders for what comes later, "
     "plain dicts for any order",

@@ -187,6 +187,6 @@ def _text(kind: Kind, path: str, values: Sequence[str], events: Sequence[Compile
         case "sharding":
             return f"{path} lay elsewhere: {', then '.join(values[:_LISTED])}"
         case "dtype" if values[0] in ("bfloat16", "float16") and values[-1] == "float32":
-            return f"{_then(path, values)}: something in float32 promoted it"
+            return f"{_then(path, values)}: something in float32 may have promoted it"
         case _:
             return _then(path, values)

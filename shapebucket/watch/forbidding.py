@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from shapebucket.errors import RecompileError, StepError
 from shapebucket.watch._jax_private import explained_misses, restore_fast_path
+from shapebucket.watch.functions import caller_frame
 from shapebucket.watch.recording import CompileEvent, CompileWatch
 
 Action = Literal["error", "warn", "count"]
@@ -84,7 +85,7 @@ class CompileGuard:
                 self._elsewhere.append(error)
             raise raised
         if self._action == "warn":
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            _warn(str(error))
 
 
 def forbid_compile(
@@ -121,6 +122,16 @@ def forbid_compile(
     if isinstance(allow, str):
         raise StepError(f"allow takes names of functions, as in [{allow!r}], but got {allow!r}")
     return CompileGuard(action, frozenset(allow), earlier)
+
+
+def _warn(message: str) -> None:
+    """Warns of the user's line, which is many frames of JAX away."""
+    frame = caller_frame()
+    if frame is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno, registry=known)
 
 
 def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:

@@ -135,23 +135,30 @@ def _is_of_jax(fun: Any) -> bool:
     return name.startswith("_") or getattr(sys.modules.get(module), name, None) is not fun
 
 
-def caller_line(here: str = "") -> str:
-    """Returns the innermost line that is not of an installed package, or else not of JAX: "train.py:31 in main".
+def caller_frame() -> FrameType | None:
+    """Returns the innermost frame that is not of an installed package, or else not of JAX."""
+    frame: FrameType | None = inspect.currentframe()
+    fallback: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_JAX, _OURS, "<frozen")):
+            if not file.startswith(_PACKAGES):
+                return frame
+            fallback = fallback or frame
+        frame = frame.f_back
+    return fallback
+
+
+def caller_line(here: str) -> str:
+    """Returns the line of that frame: "train.py:31 in main"; empty if there is none.
 
     Args:
         here: see `short`.
     """
-    frame: FrameType | None = inspect.currentframe()
-    fallback = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_JAX, _OURS, "<frozen")):
-            line = f"{short(file, here)}:{frame.f_lineno} in {frame.f_code.co_name}"
-            if not file.startswith(_PACKAGES):
-                return line
-            fallback = fallback or line
-        frame = frame.f_back
-    return fallback
+    frame = caller_frame()
+    return (
+        "" if frame is None else f"{short(frame.f_code.co_filename, here)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )
 
 
 def working_directory() -> str:

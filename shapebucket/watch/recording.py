@@ -30,6 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 _LOWER_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_COMPARED = 256  # the latest compiles of a function; each takes time, for each leaf
 _TRANSFORMED = re.compile(r"^(?:jit|pjit)\((.*)\)$")
 
 
@@ -42,7 +43,7 @@ class CompileEvent:
         caller: the user's line that needed it: "train.py:31 in main".
         signature: of the call; None where it cannot be told.
         making: which of the function's objects it was, where known: a lambda in a loop is another one each time.
-        changes: what differs from the nearest earlier call of the function; empty for its first.
+        changes: what differs from the nearest of the function's last 256 calls that compiled; empty for its first.
         first: whether it is the function's first.
         trace_seconds: spent in Python, on tracing.
         lower_seconds: spent on lowering.
@@ -110,7 +111,8 @@ class _Thread(threading.local):
 class CompileWatch:
     """Records what compiles while it is open, in every thread; `watch_compiles` makes it.
 
-    A warm call costs nothing, since JAX tells only of compiles. Nothing is kept of the arguments but their description.
+    A warm call costs nothing, since JAX tells only of compiles. Every compile is kept as an event, of some kilobytes. Of the
+    arguments it keeps no arrays, but types, shardings and structures, with what custom nodes have in these.
     """
 
     def __init__(
@@ -314,7 +316,7 @@ def _plain(name: str) -> str:
 
 
 def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: Making | None) -> tuple[Change, ...]:
-    """Returns what is new about a call against the nearest of the earlier ones."""
+    """Returns what is new about a call against the nearest of the latest earlier ones."""
     if not earlier:
         return ()
     last = earlier[-1]
@@ -323,7 +325,7 @@ def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: M
     ]
     if not same_object and making is not None:
         return _new_object(last, making)
-    comparable = [event for event in reversed(same_object) if event.signature is not None]
+    comparable = [event for event in reversed(same_object[-_COMPARED:]) if event.signature is not None]
     if signature is None or not comparable:
         return (Change("unknown", "", None, "", ""),)
     nearest = min(comparable, key=lambda event: distance(event.signature, signature))  # pyright: ignore[reportArgumentType]
