@@ -313,6 +313,14 @@ main_ended.set()
     assert FOUND in done.stdout
 
 
+def test_a_script_has_the_name_that_python_gives_it(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nprint(__file__, sys._getframe().f_code.co_filename, sys.argv, __spec__)\n"
+    )
+    plain = subprocess.run([sys.executable, "train.py", "x"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert run("train.py", "x", cwd=tmp_path).stdout.splitlines()[0] == plain.stdout.strip()
+
+
 def test_a_module_that_is_not_there_is_said(tmp_path):
     done = run("-m", "nothing_of_that_name", cwd=tmp_path)
     assert done.returncode == 1

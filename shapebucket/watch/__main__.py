@@ -209,9 +209,10 @@ def _run(script: Sequence[str], module: bool) -> None:
     elif pkgutil.get_importer(script[0]) is not None:  # a folder or an archive
         runpy.run_path(script[0], run_name="__main__")
     else:
-        with io.open_code(str(Path(script[0]).absolute())) as file:
-            code = compile(file.read(), script[0], "exec", dont_inherit=True)
-        _run_as_main(code, __file__=script[0], __spec__=None, __package__=None)
+        path = str(Path(script[0]).absolute())
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        _run_as_main(code, __file__=path, __spec__=None, __package__=None)
 
 
 def _run_as_main(code: CodeType, **names: Any) -> None:

@@ -45,8 +45,8 @@ class CompileEvent:
         making: which of the function's objects it was, where known: a lambda in a loop is another one each time.
         changes: what differs from the nearest of the function's last 256 calls that compiled; empty for its first.
         first: whether it is the function's first.
-        trace_seconds: spent in Python, on tracing.
-        lower_seconds: spent on lowering.
+        trace_seconds: spent in Python, on tracing, in the thread that compiled.
+        lower_seconds: spent on lowering, likewise.
         compile_seconds: spent by XLA, or on fetching from the persistent cache.
         cached: whether the persistent compilation cache had it.
         memory: by how much resident memory grew meanwhile, in bytes; None where the system does not tell.
