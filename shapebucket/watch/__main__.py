@@ -86,6 +86,7 @@ class _Report:
     def tell(self) -> None:
         """Prints the diagnosis, and writes it; what goes wrong is said, and changes nothing of how the run ends."""
         if os.getpid() not in self._untold:
+            self._open.close()  # while Python can still do it
             return
         self._untold.clear()
         try:

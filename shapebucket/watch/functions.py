@@ -35,7 +35,7 @@ class Function:
         name: its name.
         where: file and line of its definition, or for an eager operation of the call; empty where unknown.
         kind: `"call"` for a jitted function, `"ahead"` for one compiled ahead of time, `"eager"` for an operation of JAX's own
-            outside jit.
+            outside jit, as which `jax.pmap` counts too.
         key: what tells it from others.
     """
 
