@@ -264,6 +264,16 @@ def test_a_reader_that_is_gone_changes_no_status(tmp_path):
     assert done.stderr == "shapebucket.watch: cannot tell the diagnosis: BrokenPipeError(32, 'Broken pipe')\n"
 
 
+def test_a_diagnosis_that_cannot_be_written_is_printed_and_the_other_way_round(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nif sys.argv[1:]: sys.stdout.close()\nsys.exit(5)\n")
+    done = run("--json", tmp_path, script)
+    assert (done.returncode, done.stdout) == (5, "\nshapebucket.watch: nothing compiled\n")
+    assert "cannot tell the diagnosis: IsADirectoryError(" in done.stderr
+    assert run("--json", tmp_path / "out.json", script, "close").returncode == 5
+    assert json.loads((tmp_path / "out.json").read_text())["compiles"] == 0
+
+
 def test_a_diagnosis_is_told_in_any_encoding(tmp_path):
     done = run(write(tmp_path), PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

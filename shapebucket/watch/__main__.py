@@ -89,27 +89,35 @@ class _Report:
             self._open.close()  # while Python can still do it
             return
         self._untold.clear()
-        try:
-            self._tell()
-        except Exception as error:
-            if isinstance(error, BrokenPipeError):  # Python flushes at exit, and would make a status of another failure
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            with suppress(Exception):
-                print(f"shapebucket.watch: cannot tell the diagnosis: {error!r}", file=sys.stderr, flush=True)
+        with _saying_what_fails():
+            text, values = self._diagnosis()
+            with _saying_what_fails():
+                encoding = sys.stdout.encoding or "utf-8"
+                print(f"\nshapebucket.watch: {text}".encode(encoding, "replace").decode(encoding), flush=True)
+            if self._path is not None:
+                self._path.write_text(json.dumps(values, indent=1) + "\n")
         if self.interrupted:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
 
-    def _tell(self) -> None:
+    def _diagnosis(self) -> tuple[str, dict[str, Any]]:
         self._open.close()
-        text, values = "nothing compiled", {"compiles": 0, "functions": [], "events": []}
-        if self._watch is not None:
-            diagnosis = self._watch.diagnose()
-            text, values = str(diagnosis), diagnosis.to_json()
-        if self._path is not None:
-            self._path.write_text(json.dumps(values, indent=1) + "\n")
-        encoding = sys.stdout.encoding or "utf-8"
-        print(f"\nshapebucket.watch: {text}".encode(encoding, "replace").decode(encoding), flush=True)
+        if self._watch is None:  # without JAX, which the real one would load
+            return "nothing compiled", {"compiles": 0, "cached": 0, "seconds": 0.0, "functions": [], "events": []}
+        diagnosis = self._watch.diagnose()
+        return str(diagnosis), diagnosis.to_json()
+
+
+@contextmanager
+def _saying_what_fails() -> Generator[None]:
+    """Says an error in the diagnosis, and goes on."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BrokenPipeError):  # Python flushes at exit, and would make a status of another failure
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(Exception):
+            print(f"shapebucket.watch: cannot tell the diagnosis: {error!r}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Makings:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # equality may be somebody else's code
         self._numbers: dict[Any, int] = {}
         self._seen: list[Callable[[], Any]] = []
         self._last: dict[Hashable, int] = {}
