@@ -66,7 +66,7 @@ class _Report:
 
     Attributes:
         interrupted: whether to end the process by SIGINT then; Python does so itself after a KeyboardInterrupt, but forgets it
-            when an exit handler runs code from a string, as NumPy and `dataclasses` do.
+            when an exit handler runs code from a string, as `dataclasses` does.
     """
 
     def __init__(self, path: Path | None) -> None:
