@@ -1,12 +1,18 @@
+import copy
+import dataclasses
 import functools
+import gc
 import json
 import logging
 import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
+import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shapebucket as sb
 from shapebucket.watch import CompileWatch
+from shapebucket.watch.counter import COMPILE_EVENT
 
 ONES = np.ones(3, np.float32)
 
@@ -33,6 +40,10 @@ def only(watch: CompileWatch, name: str = "total"):
     return [event for event in watch.events if event.function.name == name]
 
 
+def report_of(watch: CompileWatch, name: str):
+    return next(each for each in watch.diagnose().functions if (each.name, each.kind) == (name, "call"))
+
+
 def test_an_event_tells_function_place_arguments_time_and_memory():
     step = fresh()
     with sb.watch_compiles() as watch:
@@ -48,7 +59,6 @@ def test_an_event_tells_function_place_arguments_time_and_memory():
     assert [tuple(change) for change in second.changes] == [("shape", "x['b']", 1, "5", "7")]
     assert min(first.trace_seconds, first.lower_seconds, first.compile_seconds) > 0
     assert first.seconds == first.trace_seconds + first.lower_seconds + first.compile_seconds
-    assert first.memory is None or abs(first.memory) < 1 << 30
     assert re.search(r"^total compiled at .* in \d\.\d\d s: x\['b'\] axis 1: 5 → 7$", str(second))
     assert json.loads(json.dumps(second.to_json()))["signature"]["leaves"][1]["shape"] == [2, 7]
     assert watch.count == 2
@@ -161,7 +171,18 @@ def test_a_static_object_that_equals_only_itself_is_told():
         for _ in range(3):
             step(ONES, n=Config())
     cause = watch.diagnose().functions[0].causes[0]
-    assert cause.text.startswith("static argument n was a new object each time, and equals only itself (<")
+    assert cause.text.startswith("static argument n was 3 objects, each of which equals only itself (<")
+
+
+def test_static_objects_that_take_turns_are_values():
+    step = fresh(lambda x, *, act: act(x), static_argnames="act")
+    with sb.watch_compiles() as watch:
+        for n in (3, 4):
+            for act in (jnp.sin, jnp.cos):
+                step(np.ones(n), act=act)
+    assert "static argument act took 2 values (sin, cos)" in {
+        cause.text for cause in report_of(watch, "<lambda>").causes
+    }
 
 
 def test_cleared_caches_are_told_as_something_that_cannot_be_seen():
@@ -182,17 +203,32 @@ def test_eager_operations_count_by_the_line_that_runs_them():
     (report,) = watch.diagnose().functions
     assert report.kind == "eager"
     assert "in test_eager_operations" in report.where
-    assert [cause.text for cause in report.causes if cause.text.startswith("flip: ")] == [
-        "flip: m axis 0 took 5 values (201..205)"
-    ] or any("axis 0 took 5 values (201..205)" in cause.text for cause in report.causes)
+    flips = [
+        cause.text for cause in report.causes if re.match("_?flip: ", cause.text)
+    ]  # the name varies with JAX's version
+    assert [text.lstrip("_") for text in flips] == ["flip: m axis 0 took 5 values (201..205)"]
     assert {cause.remedy for cause in report.causes} == {"do it in NumPy before the call, or inside a jitted function"}
+
+
+@pytest.mark.parametrize("name", ["numpy.cumsum", "numpy.add", "nn.relu", "nn.softmax", "numpy.linalg.norm"])
+def test_a_function_of_jax_counts_as_the_users_where_the_user_jits_it(name):
+    fun = functools.reduce(getattr, name.split("."), jax)
+    arguments = [np.full(211, 2, np.float32)] * (1 + (name == "numpy.add"))
+    with sb.watch_compiles() as watch:
+        fun(*arguments)
+    assert {event.function.kind for event in watch.events} == {"eager"}
+    with sb.watch_compiles() as watch:
+        jax.jit(fun)(*arguments)
+    assert [event.function.kind for event in watch.events] == ["call"]
 
 
 def test_a_gradient_of_a_jitted_function_counts_for_the_function():
     step = fresh(lambda x: (x**2).sum())
     with sb.watch_compiles() as watch:
         jax.grad(step)(ONES)
-    assert "<lambda>" in {event.function.name for event in watch.events if event.function.kind == "call"}
+    event = next(event for event in watch.events if event.function.kind == "call")
+    assert (event.function.name, str(event.signature)) == ("<lambda>", "x: float32[3]")
+    assert re.fullmatch(r".*test_watch\.py:\d+", event.function.where)
 
 
 def test_a_function_compiled_ahead_of_time_is_told_as_such():
@@ -277,8 +313,6 @@ def test_a_watch_ends_also_when_all_listeners_were_cleared():
 
 
 def test_arguments_are_not_kept_alive():
-    import gc
-    import weakref
 
     step = fresh()
     with sb.watch_compiles(count_calls=True) as watch:
@@ -367,7 +401,10 @@ def test_a_new_function_is_refused_as_such():
         jax.jit(MAKERS["lambda"][0](1))(ONES)
     with sb.forbid_compile(earlier=watch), pytest.raises(sb.RecompileError) as caught:
         jax.jit(MAKERS["lambda"][0](2))(ONES)
-    assert caught.value.differences == ["it is a new lambda: jit it once, outside of the loop", "n: 1 → 2"]
+    assert caught.value.differences == [
+        "it is another lambda of the same code: if it is made anew in a loop, jit it once, outside",
+        "n: 1 → 2",
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": 1}], ids=["plain", "donating"])
@@ -402,8 +439,9 @@ def test_eager_operations_are_refused():
 
 def test_warn_and_count_let_it_compile():
     step = fresh()
-    with sb.forbid_compile("warn") as guard, pytest.warns(RuntimeWarning, match="total compiles anew at "):
+    with sb.forbid_compile("warn") as guard, pytest.warns(RuntimeWarning, match="total compiles anew at ") as told:
         step(ONES)
+    assert told[0].filename == __file__
     assert guard.count == 1
     with warnings.catch_warnings(), sb.forbid_compile("count") as guard:
         warnings.simplefilter("error")
@@ -435,7 +473,7 @@ def test_what_another_thread_was_refused_is_raised_at_the_end():
 
     with pytest.raises(sb.RecompileError, match="total compiles anew") as raised:
         forbid()
-    assert caught == [raised.value]
+    assert str(caught[0]) == str(raised.value)
     assert raised.value.__notes__[0] == "shapebucket: in the thread reader"
 
 
@@ -601,7 +639,7 @@ def test_counting_functions_are_what_jit_returned_in_all_else():
         assert Doubler.double.__doc__ == "Doubles."
         with pytest.raises(AttributeError, match="nothing"):
             half.nothing  # noqa: B018
-    assert watch.count > 0
+    assert {(each.name, each.calls) for each in watch.diagnose().functions} >= {("double", 1), ("half", 3)}
 
 
 def test_counting_functions_work_under_flax():
@@ -618,3 +656,313 @@ def test_counting_functions_work_under_flax():
     report = watch.diagnose().function("apply")
     assert report.compiles == 2
     assert "axis 0 took 2 values (2, 5)" in report.causes[0].text
+
+
+# --- what a watch must not do to the run that it watches
+
+
+class Super:
+    def apply(self, x):
+        return x * 2
+
+
+class Lazy(Super):
+    """`super()` has its method close over the class, where `shape` is a property."""
+
+    dtype = "float32"
+
+    @property
+    def shape(self):
+        raise RuntimeError("not initialised yet")
+
+    def apply(self, x):
+        return super().apply(x)
+
+
+def closing_over(value):
+    return lambda x: x * 2 if value is not None else x
+
+
+@pytest.mark.parametrize("make", [Lazy().apply, closing_over(np.ndarray), closing_over(Lazy())], ids=str)
+def test_what_a_function_holds_on_to_is_not_run(make):
+    with sb.watch_compiles() as watch, sb.forbid_compile("count"):
+        assert jax.jit(make)(ONES).tolist() == [2, 2, 2]
+    assert watch.events[0].signature is not None
+
+
+def test_a_working_directory_that_is_gone_ends_no_run(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    step = fresh()
+    with sb.watch_compiles() as watch:
+        folder.rmdir()
+        step(ONES)
+    with sb.watch_compiles() as late:
+        step(np.ones(4))
+    for each in (watch, late):
+        assert re.fullmatch(r"/.*test_watch\.py:\d+ in test_a_working_directory.*", each.events[0].caller)
+
+
+def test_files_are_told_from_where_the_watch_was_opened(tmp_path, monkeypatch):
+    step = fresh()
+    monkeypatch.chdir(Path(__file__).parent)
+    with sb.watch_compiles() as watch:
+        monkeypatch.chdir(tmp_path)
+        step(ONES)
+    assert watch.events[0].caller.startswith("test_watch.py:")
+
+
+def compile_event():
+    """Tells the watch of a compile as JAX does."""
+    jax.monitoring.record_scalar(COMPILE_EVENT, 0.0, fun_name="jit(step)")
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.5, fun_name="jit(step)")
+
+
+def in_a_frame_of_jax(**local):
+    """Tells of a compile below a frame like that of JAX, with some locals."""
+    scope = {"__name__": "jax._src.pjit"}
+    exec(f"def cache_miss(act, {', '.join(local)}):\n    return act()", scope)
+    scope["cache_miss"](compile_event, **local)
+
+
+@pytest.mark.parametrize("local", ["fun", "renamed", "args", "kwargs"])
+def test_frames_of_another_jax_end_no_run(local, caplog):
+    with sb.watch_compiles() as watch:
+        for _ in range(2):
+            in_a_frame_of_jax(**{local: 1})
+    assert [event.function.name for event in watch.events] == ["step", "step"]
+    assert [event.first for event in watch.events] == [True, False]
+    assert ("cannot tell why step compiles" in caplog.text) == (local != "renamed")
+
+
+def test_a_long_history_is_not_searched_to_its_beginning():
+    with sb.watch_compiles() as watch:
+        for n in (1, *range(2, 258), 1):
+            in_a_frame_of_jax(fun=closing_over, args=(np.ones(n),), kwargs={})
+    assert [str(change) for change in watch.events[-1].changes] == ["value axis 0: 257 → 1"]
+
+
+def alive(reference) -> bool:
+    gc.collect()
+    return reference() is not None
+
+
+class Slots:
+    __slots__ = ("w",)
+
+    def __init__(self, w):
+        self.w = w
+
+    def step(self, x):
+        return x * self.w.sum()
+
+
+class Array(np.ndarray):
+    """One that can have weak references."""
+
+
+def test_no_object_outlives_its_watch():
+    array = np.ones(10).view(Array)
+    reference, model = weakref.ref(array), Slots(array)
+    with sb.watch_compiles() as watch:
+        jax.jit(model.step)(ONES)
+    assert watch.events[0].making is not None
+    del array, model, watch
+    jax.clear_caches()
+    assert not alive(reference)
+
+
+def test_a_refusal_keeps_no_arguments_alive():
+    step = fresh()
+    step(ONES)
+    references = []
+
+    def refused():
+        batch = jax.device_put(np.ones(5, np.float32))
+        references.append(weakref.ref(batch))
+        with pytest.raises(sb.RecompileError):
+            step(batch)
+
+    with sb.forbid_compile() as guard:
+        refused()
+    assert guard.refused[0].differences == ["x: f32[3] → f32[5]"]
+    assert not alive(references[0])
+
+
+def test_a_setting_of_one_thread_stays_one_of_that_thread():
+    with jax.explain_cache_misses(True), sb.forbid_compile("count"):
+        pass
+    assert not jax.config.jax_explain_cache_misses
+
+
+def test_a_context_is_opened_once():
+    message = r"it is opened once: call watch_compiles\(\) or forbid_compile\(\) for another"
+    for context in (sb.watch_compiles(), sb.forbid_compile("count")):
+        with context, pytest.raises(sb.StepError, match=message), context:
+            pass
+        with pytest.raises(sb.StepError, match=message), context:
+            pass
+    with sb.watch_compiles() as watch:
+        fresh()(ONES)
+    assert watch.count == 1
+
+
+def test_contexts_end_without_assertions_too():
+    program = """
+import jax, shapebucket as sb
+for context in (sb.watch_compiles(), sb.watch.CompileCounter()):
+    with context:
+        jax.monitoring.clear_event_listeners()
+print("ended")
+"""
+    for optimized in ([], ["-O"]):
+        run = subprocess.run([sys.executable, *optimized, "-c", program], capture_output=True, text=True, check=False)
+        assert run.stdout == "ended\n", run.stderr
+
+
+def test_seconds_are_those_of_the_trace_that_was_compiled():
+    def slow(x):
+        time.sleep(0.1)
+        return x * 2
+
+    with sb.watch_compiles() as watch:
+        for n in (2, 3, 4):
+            jax.eval_shape(jax.jit(slow), np.ones(n))
+        jax.jit(slow)(np.ones(5))
+    assert 0.1 <= only(watch, "slow")[0].trace_seconds < 0.2
+
+
+# --- which function, and which of its objects
+
+
+def test_transformations_of_a_function_are_others():
+    def loss(w):
+        return (w**2).sum()
+
+    with sb.watch_compiles() as watch:
+        for fun, x in ((loss, ONES), (jax.grad(loss), ONES), (jax.vmap(loss), np.ones((3, 3), np.float32))):
+            jax.jit(fun)(x)
+    events = [event for event in watch.events if event.function.kind == "call"]
+    assert [event.first for event in events] == [True] * 3
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_objects_that_are_kept_are_not_said_to_be_made_anew(count):
+    steps = [jax.jit(MAKERS["lambda"][0](n)) for n in range(count)]
+    with sb.watch_compiles() as watch:
+        for step in steps * 2:
+            step(ONES)
+    (report,) = watch.diagnose().functions
+    assert report.causes[0].text.startswith("it was another lambda of the same code; it holds n, which was 0, 1")
+    assert report.causes[0].remedy.startswith("if it is made in a loop, jit it once")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    k: float
+
+    def __call__(self, x):
+        return x * self.k
+
+
+def test_equal_callables_are_one_function():
+    kept = [Scaled(2.0) for _ in range(3)]
+    with sb.watch_compiles() as watch:
+        for each, n in zip(kept, (3, 3, 4), strict=True):
+            jax.jit(each)(np.ones(n))
+    assert [list(map(str, event.changes)) for event in watch.events] == [[], ["x axis 0: 3 → 4"]]
+
+
+def test_functions_compiled_ahead_of_time_are_told_apart_by_their_lines():
+    one = fresh()
+    with sb.watch_compiles() as watch:
+        one.lower(np.ones(3)).compile()
+        one.lower(np.ones(4)).compile()
+    assert [each.compiles for each in watch.diagnose().functions] == [1, 1]
+
+
+def test_a_sequence_is_not_said_to_be_a_batch():
+    step = fresh()
+    with sb.watch_compiles() as watch:
+        for n in (9, 5):
+            step(np.ones(n))
+    assert watch.diagnose().functions[0].causes[0].text == "x axis 0 took 2 values (9, 5)"
+
+
+def test_a_cause_that_cannot_be_seen_has_words():
+    step = fresh()
+    with sb.watch_compiles() as watch:
+        step(ONES)
+        step.clear_cache()
+        step(ONES)
+    assert str(watch.events[1]).endswith(" s: nothing that can be seen: function and arguments were compiled before")
+
+
+# --- counting
+
+
+def counted(*calls):
+    """The shapes and counts of a function that is called in some ways."""
+    with sb.watch_compiles(count_calls=True) as watch:
+
+        @jax.jit
+        def loss(w, x):
+            return (w * x).sum()
+
+        for call in calls:
+            call(loss)
+    report = report_of(watch, "loss")
+    assert report.seen is not None
+    return report.calls, dict(
+        zip(report.seen.lengths.shapes.ravel().tolist(), report.seen.lengths.counts.tolist(), strict=True)
+    )
+
+
+def direct(n):
+    return lambda loss: loss(np.float32(1), np.ones((4, n), np.float32))
+
+
+def test_calls_by_keyword_and_by_position_are_one():
+    by_keyword = [lambda loss, n=n: loss(x=np.ones((4, n), np.float32), w=np.float32(1)) for n in (8, 16)]
+    assert counted(direct(8), direct(16), *by_keyword * 5) == (12, {8: 6, 16: 6})
+
+
+def test_calls_under_a_gradient_count():
+    gradients = [lambda loss, n=n: jax.grad(loss, (0, 1))(np.float32(1), np.ones((4, n), np.float32)) for n in (8, 16)]
+    assert counted(*gradients * 5) == (10, {8: 5, 16: 5})
+    assert counted(direct(8), direct(16), *gradients[:1] * 5) == (7, {8: 6, 16: 1})
+
+
+def test_calls_within_another_program_do_not_count_and_no_size_that_compiled_is_lost():
+    nested = [lambda loss, n=n: jax.jit(lambda x: loss(np.float32(1), x))(np.ones((4, n), np.float32)) for n in (8, 24)]
+    assert counted(*nested, direct(8), direct(16), *nested) == (2, {8: 1, 16: 1})
+    mapped = [lambda loss, n=n: jax.vmap(loss, (None, 0))(np.float32(1), np.ones((2, 4, n))) for n in (8, 16)]
+    assert counted(direct(8), direct(16), *mapped)[1].keys() >= {8, 16}
+
+
+def test_a_counting_function_is_copied_and_called_as_what_jit_returns():
+    with sb.watch_compiles(count_calls=True):
+        replaced = jax.jit
+
+        @jax.jit
+        def double(self):
+            return self * 2
+
+    assert copy.copy(double) is copy.deepcopy(double) is double
+    assert double(self=ONES).tolist() == [2, 2, 2]
+    assert type(replaced(lambda x: x)) is type(jax.jit(lambda x: x))
+
+
+def test_a_reason_is_not_guessed_where_jax_explains_nothing():
+    step = fresh()
+    step(ONES)
+    logging.disable(logging.WARNING)
+    try:
+        with sb.forbid_compile(), pytest.raises(sb.RecompileError) as caught:
+            step(np.ones(7, np.float32))
+    finally:
+        logging.disable(logging.NOTSET)
+    assert caught.value.differences == [
+        "called with x: float32[7] of NumPy, y: a Python float"
+    ] or caught.value.differences == ["called with x: float32[7] of NumPy"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -68,9 +69,9 @@ def _read(frame: FrameType) -> Call | jax.stages.Lowered | None:
         return _enclosing(frame) or Call(None, tuple(found.get("args", ())), {})
     info = found.get("jit_info")
     return Call(
-        found["fun"],
-        found["args"],
-        found["kwargs"],
+        found.get("fun"),
+        tuple(found.get("args", ())),
+        dict(found.get("kwargs", {})),
         tuple(getattr(info, "static_argnums", None) or ()),
         tuple(getattr(info, "static_argnames", None) or ()),
     )
@@ -96,10 +97,23 @@ def restore_fast_path() -> None:
             cache.clear()
 
 
+def _globally(name: str) -> bool | None:
+    """Reads a setting in a new thread, since in this one a context may have set it otherwise; None if there is none."""
+    found: list[bool | None] = []
+    reader = threading.Thread(target=lambda: found.append(getattr(jax.config, name, None)))
+    reader.start()
+    reader.join()
+    return found[0]
+
+
 @contextmanager
 def _explaining() -> Generator[None]:
     """Has JAX explain each trace of a user's function to all who want to know, and to its log if that was asked for."""
-    asked: bool = jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
+    asked = _globally("jax_explain_cache_misses")
+    if asked is None:  # this JAX has no explanations
+        yield
+        return
+    heard = asked or jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
 
     def listen(record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -107,7 +121,7 @@ def _explaining() -> Generator[None]:
             return True
         for explain in _EXPLANATIONS.users:
             explain(message)
-        return asked
+        return heard
 
     loggers = [logging.getLogger(name) for name in _EXPLAINING]
     for logger in loggers:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import jax
-from jax.core import Tracer
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from shapebucket.watch.functions import function_of
@@ -24,24 +25,44 @@ Column = tuple[str, int]
 
 
 class _Place(NamedTuple):
-    """Where a call has the size of a column: an argument, the way from it to the leaf, an axis."""
+    """Where a call has the size of a column: its argument by position and by keyword, the way to the leaf, an axis."""
 
-    argument: int | str
+    position: int
+    keyword: str
     way: tuple[Callable[[Any], Any], ...]
     axis: int
 
 
+class Tracing(Protocol):
+    """Tells whether this thread is within a trace."""
+
+    @property
+    def tracing(self) -> bool:
+        """Whether it is."""
+        ...
+
+
 class CallCounts:
     """How often a function was called with which sizes, on the columns that turned out to vary.
+
+    Calls within the trace of another program are a part of that and not counted; those under a gradient are.
 
     Attributes:
         calls: in all.
         closed: whether to count no more: functions outlive the watch that they were jitted under.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[str], thread: Tracing) -> None:
+        """Makes counts of none.
+
+        Args:
+            parameters: the names of the function's parameters that have a position.
+            thread: what tells of calls within traces.
+        """
         self.calls = 0
         self.closed = False
+        self._parameters = list(parameters)
+        self._thread = thread
         self._lock = threading.Lock()
         self._places: dict[Column, _Place] = {}
         self._order: tuple[_Place, ...] = ()
@@ -50,28 +71,26 @@ class CallCounts:
 
     @property
     def sizes(self) -> tuple[tuple[Column, ...], Counter[tuple[int, ...]]]:
-        """The columns, and how many calls had which sizes there."""
+        """The columns, and how many calls had which sizes there; calls of another structure are not among them."""
         with self._lock:
             return tuple(self._places), Counter(self._sizes)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Counts one call, unless it is a part of another program or has another tree; one or two microseconds."""
-        if self.closed:
+        """Counts one call; one or two microseconds."""
+        if self.closed or self._thread.tracing:
             return
-        sizes: list[int] = []
+        sizes: list[int] | None = []
         try:
-            for argument, way, axis in self._order:
-                value: Any = args[argument] if type(argument) is int else kwargs[argument]  # pyright: ignore[reportArgumentType]
+            for position, keyword, way, axis in self._order:
+                value: Any = args[position] if position < len(args) else kwargs[keyword]
                 for step in way:
                     value = step(value)
-                if isinstance(value, Tracer):
-                    return
                 sizes.append(value.shape[axis])
         except (LookupError, AttributeError, TypeError):
-            return
+            sizes = None
         with self._lock:
             self.calls += 1
-            if len(sizes) == len(self._order):
+            if sizes is not None and len(sizes) == len(self._order):
                 self._sizes[tuple(sizes)] += 1
 
     def compiled(self, signature: Signature | None, changes: Sequence[Change]) -> None:
@@ -93,9 +112,16 @@ class CallCounts:
         assert self._first is not None
         for path, leaf in zip(self._first.paths, self._first.leaves, strict=True):
             if path.text == text and axis < len(leaf.shape) and all(map(_can_follow, path.keys)):
-                self._places[text, axis] = _Place(path.argument, tuple(map(_step, path.keys)), axis)
+                position, keyword = self._passed(path.argument)
+                self._places[text, axis] = _Place(position, keyword, tuple(map(_step, path.keys)), axis)
                 self._order = tuple(self._places.values())
                 self._sizes = Counter({(*sizes, leaf.shape[axis]): count for sizes, count in self._sizes.items()})
+
+    def _passed(self, argument: int | str) -> tuple[int, str]:
+        """Returns the position and the keyword by which a call may pass an argument."""
+        if isinstance(argument, int):
+            return argument, self._parameters[argument] if argument < len(self._parameters) else ""
+        return self._parameters.index(argument) if argument in self._parameters else sys.maxsize, argument
 
 
 def _can_follow(key: Any) -> bool:
@@ -117,7 +143,7 @@ class CountedFunction:
         self._shapebucket_counts = [each.call for each in counts]
         functools.update_wrapper(self, jitted)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, and counts."""
         out = self._shapebucket_jitted(*args, **kwargs)
         for count in self._shapebucket_counts:  # after it, when a compile has told what varies; shapes outlive donation
@@ -142,13 +168,42 @@ class CountedFunction:
             raise AttributeError(name)
         return getattr(self._shapebucket_jitted, name)
 
+    def __copy__(self) -> Any:
+        return self  # as a function, it is immutable
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
     def __reduce__(self) -> Any:
         return self._shapebucket_jitted.__reduce__()
 
 
-def _counted(jitted: Any, fun: Callable[..., Any]) -> CountedFunction:
+class Counting(NamedTuple):
+    """Where a watch keeps its counts, by the function's key, and what tells it of traces."""
+
+    counts: MutableMapping[Any, CallCounts]
+    thread: Tracing
+
+
+def _counted(jitted: Any, fun: Callable[..., Any]) -> Any:
+    """Returns a jitted function that counts its calls for all who want it."""
+    users = _COUNTING.users
+    if not users:  # somebody has kept the jax.jit of a watch that is over
+        return jitted
     function = function_of(fun, getattr(fun, "__name__", type(fun).__name__), "", ahead=False)
-    return CountedFunction(jitted, [each.setdefault(function.key, CallCounts()) for each in _COUNTING.users])
+    names = _positional(fun)
+    return CountedFunction(
+        jitted, [each.counts.setdefault(function.key, CallCounts(names, each.thread)) for each in users]
+    )
+
+
+def _positional(fun: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that have a position and a keyword."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # not every callable has one
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 @contextmanager
@@ -162,7 +217,7 @@ def _replaced_jit() -> Generator[None]:
         fun = args[0] if args else kwargs.get("fun")
         if fun is None or not callable(fun):  # jax.jit(static_argnums=…), a decorator that is still to be applied
 
-            def decorate(fun: Callable[..., Any]) -> CountedFunction:
+            def decorate(fun: Callable[..., Any]) -> Any:
                 return _counted(made(fun), fun)
 
             return decorate
@@ -175,9 +230,9 @@ def _replaced_jit() -> Generator[None]:
         jax.jit = plain
 
 
-_COUNTING: Final = Shared[MutableMapping[Any, CallCounts]](_replaced_jit)
+_COUNTING: Final = Shared[Counting](_replaced_jit)
 
 
-def counted_jits(counts: MutableMapping[Any, CallCounts]) -> AbstractContextManager[None]:
-    """Returns a context in which `jax.jit` makes functions that count their calls, by the key of the function."""
-    return _COUNTING.used_by(counts)
+def counted_jits(counting: Counting) -> AbstractContextManager[None]:
+    """Returns a context in which `jax.jit` makes functions that count their calls."""
+    return _COUNTING.used_by(counting)

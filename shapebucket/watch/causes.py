@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from shapebucket.watch.seen import is_mask, sizes_at
 from shapebucket.watch.signature import Kind
 
 _LISTED = 4  # values that are listed; more are summed up
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _REMEDIES_BY_FUNCTION = {
     "eager": "do it in NumPy before the call, or inside a jitted function",
     "ahead": "it was asked for, ahead of time",
@@ -26,7 +28,8 @@ _REMEDIES: dict[Kind, str] = {
     "static": "pass it as an array, without static_argnums or static_argnames, or keep to few values",
     "setting": "set it once, before the first call",
     "function": "jit it once, outside of the loop, and pass as arguments what changes",
-    "unknown": "look for jax.clear_caches(), thousands of programs that fill JAX's caches, or a second jit of other options",
+    "unknown": "look for jax.clear_caches(), thousands of programs that fill JAX's caches, a second jit of other options, or a "
+    "`with mesh:`",
 }
 
 
@@ -85,7 +88,10 @@ def _cause(
         text, values, special = _shape_text(events, path, axis)
         remedy = special or remedy
     else:
-        text = _text(kind, path, values, [events[number] for number in numbers])
+        changed = [events[number] for number in numbers]
+        text = _text(kind, path, values, events if kind == "static" else changed)
+        if kind == "function" and not _is_made_anew(changed):
+            remedy = f"if it is made in a loop, {remedy}"
     if kind == "dtype" and any(value.startswith("key<") for value in values):
         remedy = "use one PRNG implementation for all keys"
     others = len({place for place, _ in places}) - 1
@@ -107,8 +113,12 @@ def _shape_text(events: Sequence[CompileEvent], path: str, axis: int) -> tuple[s
         places = ", ".join(f"{size} at {next(iter(each))}" for size, each in callers.items())
         remedy = "use one batch size for all callers, or accept one program for each" if axis == 0 else ""
         return f"{text}: {places}", values, remedy
-    if axis == 0 and len(sizes) == 2 and sizes[1] < sizes[0]:
-        return f"{text}: {sizes[1]} is a last partial batch", values, "drop the remainder, or pad it and mask the rows"
+    if axis == 0 and len(sizes) == 2 and sizes[1] < sizes[0] and sizes_at(events[0].signature, path, 1) is not None:
+        return (
+            f"{text}: {sizes[1]} may be a last partial batch",
+            values,
+            "drop the remainder, or pad it and mask the rows",
+        )
     return text, values, ""
 
 
@@ -134,14 +144,23 @@ def _then(path: str, values: Sequence[str]) -> str:
 
 def _static_text(path: str, values: Sequence[str], events: Sequence[CompileEvent]) -> str:
     statics = [value for event in events if event.signature for name, value in event.signature.statics if name == path]
-    if all(value.identity is not None for value in statics):
-        return f"static argument {path} was a new object each time, and equals only itself ({_listed(values)})"
+    objects = {value.identity for value in statics}
+    texts = {_ADDRESS.sub("", value.text) for value in statics}
+    if None not in objects and len(objects) > len(texts):
+        return (
+            f"static argument {path} was {len(objects)} objects, each of which equals only itself ({_listed(values)})"
+        )
     return f"static argument {path} took {len(values)} values ({_listed(values)})"
+
+
+def _is_made_anew(events: Sequence[CompileEvent]) -> bool:
+    """Tells whether compiles were of one new object after another, each of which took the place of one that is no more."""
+    return len(events) > 1 and all(event.making is not None and event.making.replaces for event in events)
 
 
 def _function_text(events: Sequence[CompileEvent]) -> str:
     how = next(change.after for change in events[-1].changes if change.kind == "function")
-    text = f"it was a new {how} each time"
+    text = f"it was a new {how} each time" if _is_made_anew(events) else f"it was another {how} of the same code"
     held: dict[str, list[str]] = {}
     for change in [change for event in events for change in event.changes if change.kind == "closure"]:
         held.setdefault(change.path, [change.before]).append(change.after)
@@ -168,6 +187,6 @@ def _text(kind: Kind, path: str, values: Sequence[str], events: Sequence[Compile
         case "sharding":
             return f"{path} lay elsewhere: {', then '.join(values[:_LISTED])}"
         case "dtype" if values[0] in ("bfloat16", "float16") and values[-1] == "float32":
-            return f"{_then(path, values)}: something in float32 promoted it"
+            return f"{_then(path, values)}: something in float32 may have promoted it"
         case _:
             return _then(path, values)

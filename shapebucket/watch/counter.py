@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +43,7 @@ class CompileCounter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        end_listening(jax.monitoring.unregister_event_duration_listener, self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == COMPILE_EVENT:
@@ -49,3 +51,11 @@ class CompileCounter:
                 self.count += 1
                 self.seconds += duration_secs
                 self.by_function[str(kwargs.get("fun_name", "unknown"))] += 1
+
+
+def end_listening(unregister: Callable[[Any], None], listener: Any) -> None:
+    """Takes a listener of JAX's events away, if it is still there."""
+    with suppress(
+        AssertionError, ValueError
+    ):  # the latter under python -O; somebody has called jax.monitoring.clear_event_listeners()
+        unregister(listener)

@@ -6,13 +6,14 @@ import re
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, get_args
 
 from shapebucket.errors import RecompileError, StepError
 from shapebucket.watch._jax_private import explained_misses, restore_fast_path
+from shapebucket.watch.functions import caller_frame
 from shapebucket.watch.recording import CompileEvent, CompileWatch
 
 Action = Literal["error", "warn", "count"]
@@ -24,16 +25,16 @@ class CompileGuard:
     """A context in which no compile goes unnoticed; `forbid_compile` makes it.
 
     Attributes:
-        refused: the errors that were raised, or would have been.
+        refused: the errors as they were raised, or would have been, without their tracebacks.
     """
 
-    def __init__(self, action: Action, allow: frozenset[str], history: Sequence[CompileEvent]) -> None:
+    def __init__(self, action: Action, allow: frozenset[str], earlier: CompileWatch | None) -> None:
         """Makes the context; see `forbid_compile`."""
         self.refused: list[RecompileError] = []
         self._action = action
         self._allow = allow
         self._explained = threading.local()
-        self._watch = CompileWatch(history=history, on_compile=self._refuse)
+        self._watch = CompileWatch(earlier=earlier, on_compile=self._refuse)
         self._open = ExitStack()
         self._owner = 0
         self._elsewhere: list[RecompileError] = []
@@ -75,12 +76,16 @@ class CompileGuard:
         error = _error(event, messages)
         self.refused.append(error)
         if self._action == "error":
+            raised = RecompileError(
+                str(error), error.function, error.differences
+            )  # its traceback holds on to all frames
             if threading.get_ident() != self._owner:
-                error.add_note(f"shapebucket: in the thread {threading.current_thread().name}")
+                for each in (error, raised):
+                    each.add_note(f"shapebucket: in the thread {threading.current_thread().name}")
                 self._elsewhere.append(error)
-            raise error
+            raise raised
         if self._action == "warn":
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            _warn(str(error))
 
 
 def forbid_compile(
@@ -116,7 +121,17 @@ def forbid_compile(
         raise StepError(f"action must be one of {get_args(Action)}, but got {action!r}")
     if isinstance(allow, str):
         raise StepError(f"allow takes names of functions, as in [{allow!r}], but got {allow!r}")
-    return CompileGuard(action, frozenset(allow), () if earlier is None else earlier.events)
+    return CompileGuard(action, frozenset(allow), earlier)
+
+
+def _warn(message: str) -> None:
+    """Warns of the user's line, which is many frames of JAX away."""
+    frame = caller_frame()
+    if frame is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno, registry=known)
 
 
 def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
@@ -124,7 +139,7 @@ def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
     name = event.function.name
     lines = [str(change) for change in event.changes if change.kind not in ("unknown", "function")]
     if any(change.kind == "function" for change in event.changes):
-        lines.insert(0, f"it is a new {event.changes[0].after}: jit it once, outside of the loop")
+        lines.insert(0, f"it is {event.changes[0]}: if it is made anew in a loop, jit it once, outside")
     lines = lines or _jax_says(name, explained) or [_unexplained(event)]
     listed = "\n".join(f"  {line}" for line in lines)
     return RecompileError(
@@ -149,6 +164,6 @@ def _unexplained(event: CompileEvent) -> str:
     """Describes a call of which nothing is known to compare it with."""
     if event.signature is None:
         return "what it is called with cannot be told"
-    if event.function.kind == "call":
+    if event.function.kind == "call" and not event.trace_seconds:  # JAX traces for all but where the arguments lie
         return f"of types that were traced before, so where an argument lies may be new: {event.signature}"
     return f"called with {event.signature}"

@@ -8,18 +8,19 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax.monitoring
 
+from shapebucket.errors import StepError
 from shapebucket.watch._jax_private import Call, call_in_progress
-from shapebucket.watch.calls import CallCounts, counted_jits
-from shapebucket.watch.counter import COMPILE_EVENT
-from shapebucket.watch.functions import MAKINGS, Function, Making, caller_line, function_of
+from shapebucket.watch.calls import CallCounts, Counting, counted_jits
+from shapebucket.watch.counter import COMPILE_EVENT, end_listening
+from shapebucket.watch.functions import Function, Making, Makings, caller_line, function_of, working_directory
 from shapebucket.watch.signature import Change, Signature, changes, distance, signature_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 _LOWER_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_COMPARED = 256  # the latest compiles of a function; each takes time, for each leaf
 _TRANSFORMED = re.compile(r"^(?:jit|pjit)\((.*)\)$")
 
 
@@ -41,10 +43,10 @@ class CompileEvent:
         caller: the user's line that needed it: "train.py:31 in main".
         signature: of the call; None where it cannot be told.
         making: which of the function's objects it was, where known: a lambda in a loop is another one each time.
-        changes: what differs from the nearest earlier call of the function; empty for its first.
+        changes: what differs from the nearest of the function's last 256 calls that compiled; empty for its first.
         first: whether it is the function's first.
-        trace_seconds: spent in Python, on tracing.
-        lower_seconds: spent on lowering.
+        trace_seconds: spent in Python, on tracing, in the thread that compiled.
+        lower_seconds: spent on lowering, likewise.
         compile_seconds: spent by XLA, or on fetching from the persistent cache.
         cached: whether the persistent compilation cache had it.
         memory: by how much resident memory grew meanwhile, in bytes; None where the system does not tell.
@@ -92,32 +94,39 @@ class CompileEvent:
 
 @dataclass
 class _Thread(threading.local):
-    """What a thread is at: how deep in traces, and the compile that is not finished."""
+    """What a thread is at: how deep in traces, seconds of tracing and lowering by name, and a compile that is not finished."""
 
     depth: int = 0
     memory: int | None = None
     open: CompileEvent | None = None
     cached: bool = False
+    spent: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def tracing(self) -> bool:
+        """Whether it is within a trace."""
+        return self.depth > 0
 
 
 class CompileWatch:
     """Records what compiles while it is open, in every thread; `watch_compiles` makes it.
 
-    A warm call costs nothing, since JAX tells only of compiles. Nothing is kept of the arguments but their description.
+    A warm call costs nothing, since JAX tells only of compiles. Every compile is kept as an event, of some kilobytes. Of the
+    arguments it keeps no arrays, but types, shardings and structures, with what custom nodes have in these.
     """
 
     def __init__(
         self,
         *,
         count_calls: bool = False,
-        history: Sequence[CompileEvent] = (),
+        earlier: CompileWatch | None = None,
         on_compile: Callable[[CompileEvent], None] | None = None,
     ) -> None:
         """Makes a watch that is not open yet.
 
         Args:
             count_calls: see `watch_compiles`.
-            history: earlier events, to compare with.
+            earlier: a watch whose events to compare with.
             on_compile: is told of each compile before it begins; what it raises is raised to whoever called.
         """
         self._on_compile = on_compile
@@ -125,24 +134,38 @@ class CompileWatch:
         self._thread = _Thread()
         self._events: list[CompileEvent] = []
         self._known: dict[Any, list[CompileEvent]] = {}
-        self._pending: dict[str, list[float]] = {}
         self._shared: dict[Any, Any] = {}
         self._counts: dict[Any, CallCounts] | None = {} if count_calls else None
-        self._open = ExitStack()
-        for event in history:
+        self._open, self._opened = ExitStack(), False
+        self._here = working_directory()
+        self._makings = Makings() if earlier is None else earlier._makings
+        for event in () if earlier is None else earlier.events:
             self._known.setdefault(event.function.key, []).append(event)
 
     def __enter__(self) -> CompileWatch:
+        """Begins to listen.
+
+        Raises:
+            StepError: if it was opened before.
+        """
+        with self._lock:
+            if self._opened:
+                raise StepError(
+                    "a watch was opened that is open or was before; it is opened once: "
+                    "call watch_compiles() or forbid_compile() for another"
+                )
+            self._opened = True
+        self._here = working_directory()
         with ExitStack() as opening:
             monitoring = jax.monitoring
             monitoring.register_scalar_listener(self._on_start)
-            opening.callback(_end_listening, monitoring.unregister_scalar_listener, self._on_start)
+            opening.callback(end_listening, monitoring.unregister_scalar_listener, self._on_start)
             monitoring.register_event_duration_secs_listener(self._on_end)
-            opening.callback(_end_listening, monitoring.unregister_event_duration_listener, self._on_end)
+            opening.callback(end_listening, monitoring.unregister_event_duration_listener, self._on_end)
             monitoring.register_event_listener(self._on_event)
-            opening.callback(_end_listening, monitoring.unregister_event_listener, self._on_event)
+            opening.callback(end_listening, monitoring.unregister_event_listener, self._on_event)
             if self._counts is not None:
-                opening.enter_context(counted_jits(self._counts))
+                opening.enter_context(counted_jits(Counting(self._counts, self._thread)))
             self._open = opening.pop_all()
         return self
 
@@ -196,7 +219,9 @@ class CompileWatch:
             here.open, here.cached = None, False  # that of a compile that was refused never ended
             if here.memory is None:
                 here.memory = resident_bytes()
-            here.open = self._describe(_plain(str(kwargs.get("fun_name", "unknown"))))
+            name = _plain(str(kwargs.get("fun_name", "unknown")))
+            trace, lower = here.spent.pop(name, (0.0, 0.0))
+            here.open = replace(self._describe(name), trace_seconds=trace, lower_seconds=lower)
             if self._on_compile is not None:
                 self._on_compile(here.open)
 
@@ -206,18 +231,15 @@ class CompileWatch:
         if event == _TRACE_EVENT and here.depth:
             here.depth -= 1
         if event in (_TRACE_EVENT, _LOWER_EVENT) and not here.depth:
-            with self._lock:
-                spent = self._pending.setdefault(_plain(str(kwargs.get("fun_name", "unknown"))), [0.0, 0.0])
-                spent[event == _LOWER_EVENT] += duration_secs
+            name = _plain(str(kwargs.get("fun_name", "unknown")))
+            traced = here.spent.get(name, (0.0, 0.0))[0]  # a trace begins anew: of one before it, nothing was compiled
+            here.spent[name] = (duration_secs, 0.0) if event == _TRACE_EVENT else (traced, duration_secs)
         elif event == COMPILE_EVENT and here.open is not None:
             begun, here.open = here.open, None
             now, before, here.memory = resident_bytes(), here.memory, None
             with self._lock:
-                trace, lower = self._pending.pop(begun.function.name, (0.0, 0.0))
                 done = replace(
                     begun,
-                    trace_seconds=trace,
-                    lower_seconds=lower,
                     compile_seconds=duration_secs,
                     cached=here.cached,
                     memory=None if now is None or before is None else now - before,
@@ -233,18 +255,26 @@ class CompileWatch:
 
     def _describe(self, name: str) -> CompileEvent:
         """Returns what is known of the compile that begins in this thread."""
-        call, caller = call_in_progress(), caller_line()
-        fun = call.fun if isinstance(call, Call) else None
-        function = function_of(fun, name, caller, ahead=isinstance(call, jax.stages.Lowered))
-        making = MAKINGS.of(fun) if fun is not None and function.kind == "call" else None
         try:
-            signature = None if call is None else signature_of(call, self._share)
-        except Exception:  # somebody else's classes are asked: the run that is watched must go on
-            _LOGGER.warning("shapebucket: cannot tell the arguments that %s is called with", name, exc_info=True)
-            signature = None
-        with self._lock:
-            earlier = list(self._known.get(function.key, ()))
+            return self._described(name)
+        except Exception:  # JAX's own frames and somebody else's classes are asked: the run that is watched must go on
+            _LOGGER.warning("shapebucket: cannot tell why %s compiles, nor its arguments", name, exc_info=True)
+        function = Function(name, "", "call", ("named", name))
+        changes = _why(self._earlier(function), None, None)
+        return CompileEvent(function, "", None, None, changes, not changes)
+
+    def _described(self, name: str) -> CompileEvent:
+        call, caller = call_in_progress(), caller_line(self._here)
+        fun = call.fun if isinstance(call, Call) else None
+        function = function_of(fun, name, caller, isinstance(call, jax.stages.Lowered), self._here)
+        making = self._makings.of(fun, function.key) if fun is not None and function.kind == "call" else None
+        signature = None if call is None else signature_of(call, self._share)
+        earlier = self._earlier(function)
         return CompileEvent(function, caller, signature, making, _why(earlier, signature, making), not earlier)
+
+    def _earlier(self, function: Function) -> Sequence[CompileEvent]:
+        with self._lock:
+            return list(self._known.get(function.key, ()))
 
     def _share(self, value: Any) -> Any:
         return self._shared.setdefault(value, value)
@@ -271,11 +301,6 @@ def watch_compiles(*, count_calls: bool = False) -> CompileWatch:
     return CompileWatch(count_calls=count_calls)
 
 
-def _end_listening(unregister: Callable[[Any], None], listener: Any) -> None:
-    with suppress(AssertionError):  # somebody has called jax.monitoring.clear_event_listeners()
-        unregister(listener)
-
-
 def resident_bytes() -> int | None:
     """Returns the resident memory of the process, where the system tells."""
     try:
@@ -291,7 +316,7 @@ def _plain(name: str) -> str:
 
 
 def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: Making | None) -> tuple[Change, ...]:
-    """Returns what is new about a call against the nearest of the earlier ones."""
+    """Returns what is new about a call against the nearest of the latest earlier ones."""
     if not earlier:
         return ()
     last = earlier[-1]
@@ -300,7 +325,7 @@ def _why(earlier: Sequence[CompileEvent], signature: Signature | None, making: M
     ]
     if not same_object and making is not None:
         return _new_object(last, making)
-    comparable = [event for event in reversed(same_object) if event.signature is not None]
+    comparable = [event for event in reversed(same_object[-_COMPARED:]) if event.signature is not None]
     if signature is None or not comparable:
         return (Change("unknown", "", None, "", ""),)
     nearest = min(comparable, key=lambda event: distance(event.signature, signature))  # pyright: ignore[reportArgumentType]

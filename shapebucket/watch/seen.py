@@ -62,9 +62,11 @@ class SeenShapes:
             places, sizes = counts.sizes
             if set(columns) <= set(places):
                 order = [places.index(column) for column in columns]
-                table = Counter[tuple[int, ...]]()
+                called = Counter[tuple[int, ...]]()
                 for each, count in sizes.items():
-                    table[tuple(each[k] for k in order)] += count
+                    called[tuple(each[k] for k in order)] += count
+                # each that compiled came once at least; under vmap, a call shows other sizes than those that compile
+                table = Counter({row: max(1, called[row]) for row in table})
                 counted = True
         return _collected(columns, table, counted, _leaves(events, columns))
 

@@ -106,6 +106,10 @@ class Change(NamedTuple):
     after: str
 
     def __str__(self) -> str:
+        if self.kind == "unknown":
+            return "nothing that can be seen: function and arguments were compiled before"
+        if self.kind == "function":
+            return f"another {self.after} of the same code"
         axis = "" if self.axis is None else f" axis {self.axis}"
         prefix = "static argument " if self.kind == "static" else ""
         return f"{prefix}{self.path}{axis}: {self.before} → {self.after}".removeprefix(": ")
