@@ -954,6 +954,38 @@ def test_a_counting_function_is_copied_and_called_as_what_jit_returns():
     assert type(replaced(lambda x: x)) is type(jax.jit(lambda x: x))
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Batch:
+    """Its leaf cannot be read after the first calls."""
+
+    def __init__(self, x, readable=True):
+        self._x, self.readable = x, readable
+
+    @property
+    def x(self):
+        if not self.readable:
+            raise RuntimeError("read already")
+        return self._x
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("x"), self._x),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_arguments_that_cannot_be_read_are_counted_without_sizes():
+    with sb.watch_compiles(count_calls=True) as watch:
+        total = jax.jit(lambda batch: batch.x.sum())
+        for n in (2, 3):
+            total(Batch(np.ones(n)))
+        total(Batch(np.ones(3), readable=False))
+    report = report_of(watch, "<lambda>")
+    assert report.seen is not None
+    assert (report.calls, report.seen.weight) == (3, 2)
+
+
 def test_a_reason_is_not_guessed_where_jax_explains_nothing():
     step = fresh()
     step(ONES)

@@ -86,7 +86,7 @@ class CallCounts:
                 for step in way:
                     value = step(value)
                 sizes.append(value.shape[axis])
-        except (LookupError, AttributeError, TypeError):
+        except Exception:  # another structure, or what somebody else's class makes of it
             sizes = None
         with self._lock:
             self.calls += 1
@@ -190,7 +190,7 @@ def _counted(jitted: Any, fun: Callable[..., Any]) -> Any:
     users = _COUNTING.users
     if not users:  # somebody has kept the jax.jit of a watch that is over
         return jitted
-    function = function_of(fun, getattr(fun, "__name__", type(fun).__name__), "", ahead=False)
+    function = function_of(fun, str(getattr(fun, "__name__", "")), "", ahead=False)
     names = _positional(fun)
     return CountedFunction(
         jitted, [each.counts.setdefault(function.key, CallCounts(names, each.thread)) for each in users]
