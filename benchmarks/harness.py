@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from shapebucket.tables import render
 
+T = TypeVar("T")
 PACKAGES = ("shapebucket", "numpy", "jax", "jaxlib", "grain", "flax")
 
 
@@ -55,6 +59,26 @@ def interleave(competitors: Mapping[str, Callable[[], object]], rounds: int) -> 
             if number:
                 seconds[name].append(time.perf_counter() - started)
     return {name: np.array(each) for name, each in seconds.items()}
+
+
+def in_child(run: Callable[..., T], *args: object) -> T:
+    """Runs a function of a module in a fresh process, and returns what it does."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=_serve, args=(there, run, *args))
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        child.join()
+        raise RuntimeError(f"the process of {run.__name__} ended with {child.exitcode}") from None
+    finally:
+        child.join()
+
+
+def _serve(connection: Connection, run: Callable[..., object], *args: object) -> None:
+    connection.send(run(*args))
 
 
 def result(

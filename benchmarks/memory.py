@@ -5,9 +5,9 @@ Each runs in a process of its own, a small multi-layer perceptron with Adam.
 
 from __future__ import annotations
 
-import multiprocessing
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from harness import Result, main, result
+from harness import Result, in_child, main, result
 from matplotlib.figure import Figure
 
 import shapebucket as sb
@@ -130,6 +130,7 @@ def in_new_shapes(count: int, limit: float) -> Curve:
 
 def with_eviction(count: int, limit: float) -> Curve:
     """A new length at each step, at most 8 executables."""
+    logging.getLogger("shapebucket").setLevel(logging.ERROR)  # a line for each compile on a miss
     first = next(shapes(1))
     bucket = sb.Bucket((("s", first["tokens"].shape[1]),), len(first["tokens"]))
     step = sb.CompiledStep(
@@ -146,26 +147,6 @@ def with_eviction(count: int, limit: float) -> Curve:
             yield
 
     return watch(steps(), limit, 1)
-
-
-def _serve(run: Callable[[int, float], Curve], count: int, limit: float, connection) -> None:
-    import logging
-
-    logging.getLogger("shapebucket").setLevel(logging.ERROR)  # a line for each compile on a miss
-    connection.send(run(count, limit))
-
-
-def in_child(run: Callable[[int, float], Curve], count: int, limit: float) -> Curve:
-    """Runs in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=_serve, args=(run, count, limit, there))
-    child.start()
-    there.close()
-    try:
-        return here.recv()
-    finally:
-        child.join()
 
 
 def slope(points: list[Point], field: str) -> float:

@@ -1,13 +1,12 @@
 """The compiled step: what a call costs over its executable and against plain jit, and what compiling ahead costs.
 
-A call is compared with the right executable called directly and with plain jit on the same arguments, one with
-a flax.nnx module with nnx.jit; compiling in threads with
-one after another; a restart that finds its programs in JAX's persistent compilation cache with one that does not.
+A call is compared with the right executable called directly and with plain jit on the same arguments, one with a flax.nnx module
+with nnx.jit; compiling in threads with one after another; a restart that finds its programs in JAX's persistent compilation cache
+with one that does not.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import Result, interleave, main, result
+from harness import Result, in_child, interleave, main, result
 
 import shapebucket as sb
 from shapebucket.demo.config import DemoConfig
@@ -128,34 +127,24 @@ def compiling(quick: bool) -> list[Result]:
     ]
 
 
-def _compile_with_cache(folder: str, quick: bool, connection) -> None:
+def seconds_with_cache(folder: str, quick: bool) -> float:
+    """Compiles with JAX's persistent compilation cache in a folder."""
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     step, state = transformer(quick)
     jax.block_until_ready(state)
     started = time.perf_counter()
     step.compile(state, sb.BATCH, progress=False)
-    connection.send(time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
 def restarting(quick: bool) -> list[Result]:
     """A process that finds its programs in the persistent cache against one that fills it."""
-    context = multiprocessing.get_context("spawn")
-
-    def seconds(folder: str) -> float:
-        here, there = context.Pipe()
-        child = context.Process(target=_compile_with_cache, args=(folder, quick, there))
-        child.start()
-        there.close()
-        try:
-            return here.recv()
-        finally:
-            child.join()
-
     ratios = []
     for _ in range(1 if quick else 3):
         with tempfile.TemporaryDirectory() as folder:
-            ratios.append(seconds(folder) / seconds(folder))
+            first, again = (in_child(seconds_with_cache, folder, quick) for _ in range(2))
+            ratios.append(first / again)
     return [result("compile of a first start/of a restart with JAX's persistent cache, seconds ratio", ratios)]
 
 
