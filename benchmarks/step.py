@@ -1,8 +1,8 @@
 """The compiled step: what a call costs over its executable and against plain jit, and what compiling ahead costs.
 
-A call is compared with the right executable called directly and with plain jit on the same arguments, one with a flax.nnx module
-with nnx.jit; compiling in threads with one after another; a restart that finds its programs in JAX's persistent compilation cache
-with one that does not.
+A call is compared with the right executable called directly and with plain jit on the same arguments, and one with a flax.nnx
+module with nnx.jit; compiling in threads with one after another; a restart that finds its programs in JAX's persistent
+compilation cache with one that does not.
 """
 
 from __future__ import annotations
