@@ -117,7 +117,17 @@ class TestMessages:
             sb.ElasticIterDataset(grain.MapDataset.range(3).to_iter_dataset())
 
     @pytest.mark.parametrize(
-        "state", ["{}", {}, {"next_index": 3}, at("3"), {**at(3), "fingerprint": "1f"}, {**at(3), "exhausted": [0]}]
+        "state",
+        [
+            "{}",
+            {},
+            {"next_index": 3},
+            at("3"),
+            at(-1),
+            at(True),
+            {**at(3), "fingerprint": "1f"},
+            {**at(3), "exhausted": [0]},
+        ],
     )
     def test_what_is_no_state_is_refused(self, state):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
@@ -167,11 +177,10 @@ class TestMessages:
         with pytest.raises(sb.StateError, match=r"with seed \[1, 2\], here \[2, 1\]: its steps mean other batches"):
             other.set_state(state)
 
-    @pytest.mark.parametrize("index", [-1, 4])
-    def test_a_state_of_a_longer_data_set_is_refused(self, index):
+    def test_a_state_of_a_longer_data_set_is_refused(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
-        with pytest.raises(sb.StateError, match=f"was saved after {index} elements, but the data set has 3"):
-            iterator.set_state(at(index))
+        with pytest.raises(sb.StateError, match="was saved after 4 elements, but the data set has 3"):
+            iterator.set_state(at(4))
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))

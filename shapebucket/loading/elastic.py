@@ -28,7 +28,7 @@ class ElasticIterDataset(ElementsOfParent, grain.IterDataset[_T]):
     It stands in the place of `to_iter_dataset(…).mp_prefetch(…)`, whose state holds one state a worker, so that another number
     of workers does not take it. Here the state is `{"next_index": n, "fingerprint": {…}}` for any number; the fingerprint
     is that of the `BucketedMapDataset` before it, without which a step means nothing, and another one is refused. Of other
-    stages (a `shuffle` of samples, a `map`) nothing is known: they must be as they were.
+    stages (a `map`, a `shuffle` of samples or of batches, the weights of a mix) nothing is known: they must be as they were.
 
     Element i comes from worker i modulo the number of workers. Elements that are None (filtered out) are passed over. The
     workers end when their parent is killed; those of `mp_prefetch` alone then wait for ever.
@@ -252,7 +252,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
                 "same plan and lengths (their files), seed and policies"
             )
         index = state["next_index"]
-        if not 0 <= index <= self._length:
+        if index > self._length:
             raise StateError(
                 f"the state was saved after {index} elements, but the data set has {self._length}: it is not the one that the "
                 "state was saved with"
