@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -16,6 +17,7 @@ from conftest import end, make_tokens
 import shapebucket as sb
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
+SHARED = Path("/dev/shm")
 NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
@@ -442,4 +444,68 @@ def test_a_script_that_simply_ends_prints_nothing(tmp_path, last):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, str(script), str(last)], env=environment, **pipes)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{last * 100_000}\n", "")
+    assert (done.returncode, done.stdout) == (0, f"{last * 100_000}\n")
+    assert_silent(done.stderr)
+
+
+def assert_silent(errors):
+    for sign in ("Traceback", "Exception ignored", "resource_tracker"):
+        assert sign not in errors, errors
+
+
+ENDS = """
+import atexit, os, sys
+import grain, numpy as np
+from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
+from shapebucket.loading._grain_private import close_at_exit
+
+def shared():
+    array = SharedMemoryArray((3,))
+    array.unlink_on_del()
+    return array
+
+@atexit.register  # before, and so called after
+def of_another_pipeline():
+    array = shared()
+    name = array.shm.name
+    del array
+    print("gone" if name not in os.listdir("/dev/shm") else "left")
+
+class CannotClose(grain.DatasetIterator):
+    def __next__(self): ...
+    def get_state(self): ...
+    def set_state(self, state): ...
+    def __del__(self): ...  # Grain's closes again
+    def close(self):
+        print("closed")
+        raise OSError("it cannot be closed")
+
+iterators = [CannotClose(), CannotClose()]
+for iterator in iterators:
+    close_at_exit(iterator)
+sys.stdout.flush()
+if not (child := os.fork()):
+    atexit.unregister(of_another_pipeline)
+    sys.exit()
+os.waitpid(child, 0)
+SharedMemoryArray.enable_async_del()
+held = [shared(), shared(), shared()[1:]]
+for at in sys.argv[1:]:
+    held[int(at)].shm.unlink()
+atexit.register(print, *[array.shm.name for array in held])
+"""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="names of shared memory are seen in /dev/shm")
+@pytest.mark.parametrize("unlinked", [0, 1])
+def test_the_end_of_a_script_leaves_nothing_and_other_pipelines_alone(tmp_path, unlinked):
+    """Nor does one thing that cannot be ended keep the others, or a forked child end what is its parent's."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, str(script), str(unlinked)], env=environment, **pipes)
+    names, *rest = done.stdout.splitlines()
+    assert rest == ["closed", "closed", "gone"], done.stderr
+    assert not [name for name in names.split() if (SHARED / name).exists()]
+    assert_silent(done.stderr)

@@ -69,13 +69,16 @@ def _end(process: int) -> None:
     for iterator in list(_LIVING):
         with contextlib.suppress(Exception):  # the script has ended, and its own end counts
             iterator.close()
-            set_parents(iterator, ())  # they go now, and not when the modules are gone
-    with contextlib.suppress(ImportError, AttributeError, FileNotFoundError):
+        set_parents(iterator, ())  # they go now, and not when the modules are gone
+    with contextlib.suppress(ImportError, AttributeError):
         _free_shared_memory()
 
 
 def _free_shared_memory() -> None:
-    """Frees the elements that are gone, and the names of those that a variable of the script still holds."""
+    """Frees the elements that are gone, and the names of those that a variable of the script still holds.
+
+    Those that are made after this, by what else ends with the script, are Grain's as ever.
+    """
     from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
 
     arrays: Any = SharedMemoryArray
@@ -84,11 +87,17 @@ def _free_shared_memory() -> None:
         return
     pool.close()
     pool.join()
+    kept = type(arrays.__name__, (arrays,), {"__del__": _leave})
     held: list[Any] = [each for each in gc.get_objects() if type(each) is arrays]
     for array in held:
         if array._unlink_on_del and isinstance(array.base, mmap.mmap):
-            array.shm.unlink()
-    del arrays.__del__  # it needs modules that are gone before the variables of a script
+            with contextlib.suppress(OSError):  # it has no name any more, perhaps
+                array.shm.unlink()
+        array.__class__ = kept
+
+
+def _leave(array: object) -> None:
+    """Does nothing: Grain's `__del__` needs modules that are gone before the variables of a script."""
 
 
 class _Emitting(Protocol):
