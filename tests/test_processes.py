@@ -585,6 +585,52 @@ class TestLockstep:
             assert len(rest) == len(batches) - number
             jax.tree.map(np.testing.assert_array_equal, rest, batches[number:])
 
+    def test_a_damaged_state_is_refused_before_anything_is_changed(self, stream, token_plan):
+        iterator = iter(sb.LockstepIterDataset(stream, token_plan, window=4))
+        begun = [next(iterator) for _ in range(3)]
+        state = iterator.get_state()
+        counts = state["counts"]
+        for broken in (
+            [],
+            {"batches": []},
+            {**counts, "batches": None},
+            {**counts, "batches": counts["batches"][1:]},
+            {**counts, "empty": True},
+            {**counts, "collectives": -1},
+        ):
+            with pytest.raises(sb.StateError, match="^the counts of this state are damaged: "):
+                iterator.set_state({**state, "counts": broken})
+        for name, broken in (
+            ("start", None),
+            ("seen", state["start"] - 1),
+            ("step", 1.5),
+            ("held", [0]),
+            ("held", "0,x"),
+            ("held", str(state["seen"] - state["start"])),
+            ("agreed", "0,,1"),
+            ("agreed", "4"),
+        ):
+            with pytest.raises(
+                sb.StateError, match=f"^the batches that this state says were read or held cannot be: .*{name}"
+            ):
+                iterator.set_state({**state, name: broken})
+        assert iterator.get_state() == state
+        assert sorted(rows_of([*begun, *iterator])) == list(range(100))
+
+    def test_all_collectives_have_one_size_whatever_the_plan(self, tokens, token_plan, monkeypatch):
+        """JAX does not notice that they differ, where one process starts from a state and another goes on."""
+        sizes, gather = [], lockstep_module.multihost_utils.process_allgather
+
+        def noted(sent):
+            sizes.append(len(sent))
+            return gather(sent)
+
+        monkeypatch.setattr(lockstep_module.multihost_utils, "process_allgather", noted)
+        for plan in (token_plan, plan_of(*[(size, 1) for size in range(1, 101)])):
+            stream = sb.BucketedIterDataset(grain.MapDataset.source(tokens).to_iter_dataset(READ), plan, lockstep=True)
+            next(iter(sb.LockstepIterDataset(stream, plan)))
+        assert sizes == [160, 160, 320, 320]
+
     def test_it_resumes_under_repeat_and_behind_a_thread(self, stream, token_plan):
         behind = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=2)
         once = sb.LockstepIterDataset(behind, token_plan, window=4)

@@ -26,7 +26,7 @@ from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
 from shapebucket.padding import pad
 
-_WIDTH = 160  # integers sent at a time
+_WIDTH = 160  # integers sent at a time: those of any plan of up to 79 buckets
 _MEETING, _AGREEMENT = 1, 2  # what for
 _LONG = 8  # windows of batches that may be read while a batch is held, so that a restore has a bounded way back
 _STATE = {"fingerprint", "parent", "start", "seen", "held", "agreed", "step", "counts"}
@@ -150,6 +150,28 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
             )
         return self._position[shapes]
 
+    def require_sound(self, state: dict[str, Any]) -> None:
+        """Raises StateError for values that no state has."""
+        counts, buckets = state["counts"], len(self.plan)
+        if not (
+            isinstance(counts, dict)
+            and counts.keys() == {"batches", "empty", "collectives"}
+            and isinstance(counts["batches"], list)
+            and len(counts["batches"]) == buckets
+            and all(is_whole(each, 0) for each in (*counts["batches"], counts["empty"], counts["collectives"]))
+        ):
+            raise StateError(f"the counts of this state are damaged: {str(counts)[:80]!r}")
+        start, seen = state["start"], state["seen"]
+        if not (
+            is_whole(start, 0)
+            and is_whole(seen, start)
+            and is_whole(state["step"], 0)
+            and _lists_below(state["held"], seen - start)
+            and _lists_below(state["agreed"], buckets)
+        ):
+            places = {name: state[name] for name in ("start", "seen", "step", "held", "agreed")}
+            raise StateError(f"the batches that this state says were read or held cannot be: {str(places)[:160]!r}")
+
     def __str__(self) -> str:
         return f"LockstepIterDataset(buckets={len(self.plan)}, window={self.window})"
 
@@ -269,8 +291,8 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         """Takes a state that `get_state` returned; the batches that were held are read again at the next `next`.
 
         Raises:
-            StateError: if it was saved with another plan or window, by another process, or by one of another number; or if the
-                stream does not take its part.
+            StateError: if it was saved with another plan or window, by another process, or by one of another number; if it is
+                damaged; or if the stream does not take its part. But for the last, the iterator stays as it was.
         """
         mine = self._dataset.fingerprint
         if not isinstance(state, dict) or not state.keys() >= _STATE or not isinstance(state["fingerprint"], dict):
@@ -282,8 +304,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
                 f"the state was saved by a lockstep with {changed}: each process goes on from its own state, with "
                 "the same plan and window, in as many processes"
             )
-        if not isinstance(state["counts"], dict) or state["counts"].keys() != {"batches", "empty", "collectives"}:
-            raise StateError(f"the counts of this state are damaged: {str(state['counts'])[:80]!r}")
+        self._dataset.require_sound(state)
         self._parent_states.place(state["parent"])
         self._placed = True
         self._reset()
@@ -356,7 +377,7 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
             ProcessError: if one has another plan or window, or is at another step.
         """
         plan = int(self._dataset.plan.fingerprint[:7], 16)
-        every = _gather(_MEETING, [plan, self._dataset.window, self._step])
+        every = self._gather(_MEETING, [plan, self._dataset.window, self._step])
         for what, column in zip(("plans", "windows", "steps"), every.T.tolist(), strict=True):  # a plan by its hash
             if len(set(column)) > 1:
                 raise ProcessError(
@@ -372,9 +393,13 @@ class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
         old = self._seen - _LONG * self._dataset.window
         overdue = [sum(each.number < old for each in held) for held in self._held]
         self._collectives += 1
-        every = _gather(_AGREEMENT, [self._ended, *map(len, self._held), *overdue])
+        every = self._gather(_AGREEMENT, [self._ended, *map(len, self._held), *overdue])
         counts, overdue = np.split(every[:, 1:], 2, axis=1)
         return next_buckets(counts, overdue, every[:, 0].astype(bool))
+
+    def _gather(self, purpose: int, numbers: list[int]) -> Counts:
+        """Returns the numbers of every process, int32 [P, len(numbers)], in a collective of the size of the longest."""
+        return _gather(purpose, numbers, 2 * len(self._dataset.plan) + 1)
 
     def __str__(self) -> str:
         return f"LockstepDatasetIterator(buckets={len(self._dataset.plan)})"
@@ -401,16 +426,16 @@ def next_buckets(counts: Counts, overdue: Counts, ended: npt.NDArray[np.bool_]) 
     return buckets[np.argsort(times, kind="stable")].tolist()
 
 
-def _gather(purpose: int, numbers: list[int]) -> Counts:
+def _gather(purpose: int, numbers: list[int], most: int) -> Counts:
     """Returns the numbers of every process, int32 [P, len(numbers)]; all must call it.
 
-    What is sent has the same size for any purpose, and for plans of any but very many buckets: JAX does not notice collectives
-    that differ, and computes wrong numbers, or waits.
+    What is sent has room for `most` numbers whatever it is for, and the same size for any plans but those of very many buckets:
+    JAX does not notice collectives that differ, and computes wrong numbers, or waits.
 
     Raises:
         ProcessError: if they called it for different purposes.
     """
-    sent = np.zeros(-(-(1 + len(numbers)) // _WIDTH) * _WIDTH, np.int32)
+    sent = np.zeros(-(-(1 + most) // _WIDTH) * _WIDTH, np.int32)
     sent[: 1 + len(numbers)] = [purpose, *numbers]
     every = np.asarray(multihost_utils.process_allgather(sent))
     if len({*every[:, 0].tolist()}) > 1:
@@ -423,6 +448,13 @@ def _gather(purpose: int, numbers: list[int]) -> Counts:
 
 def _numbers(listed: str) -> list[int]:
     return [int(number) for number in listed.split(",") if number]
+
+
+def _lists_below(listed: object, limit: int) -> bool:
+    """Returns whether something is a list of numbers below a limit, as `_numbers` reads it."""
+    if not isinstance(listed, str):
+        return False
+    return all(each.isdecimal() and int(each) < limit for each in listed.split(",")) if listed else True
 
 
 def _shapes(batch: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
