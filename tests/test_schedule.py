@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import json
 import pickle
@@ -140,6 +141,14 @@ def test_the_order_of_shuffled_batches_is_pinned_too():
         *(0, 1, 3, 2),
         *(4, 6, 5, 7),
     ]
+
+
+def test_all_batches_are_pinned_with_the_number_of_their_order():
+    """Where this fails, checkpoints of earlier versions mean other batches: raise `_ORDER`, and pin the new ones."""
+    schedule = sb.Schedule([i * i % 17 for i in range(203)], PLAN, seed=3, shuffle_batches=5)
+    batches = [[bucket.sizes["s"], rows.tolist()] for number in (0, 1) for bucket, rows in epoch(schedule, number)]
+    pinned = hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16]
+    assert (schedule.fingerprint["order"], pinned) == (1, "6dd0303849037fed")
 
 
 def test_leftovers_are_promoted_where_they_fit_entirely():
