@@ -582,6 +582,37 @@ class TestStreamInTrouble:
         iterator.set_state(state)
         assert sorted(numbers([*begun, *iterator])) == list(range(100))
 
+    def test_a_file_that_cannot_be_read_at_a_restore_is_no_refusal(self, source, token_plan, tmp_path):
+        """Its error comes as it is, and a later try goes on."""
+
+        class OpensAtRestore(grain.DatasetIterator):
+            def __next__(self):
+                return next(self._parent)
+
+            def get_state(self):
+                return self._parent.get_state()
+
+            def set_state(self, state):
+                (tmp_path / "there").read_bytes()
+                self._parent.set_state(state)
+
+        class Opening(grain.IterDataset):
+            def __iter__(self):
+                return OpensAtRestore(iter(self._parent))
+
+        iterator = iter(sb.BucketedIterDataset(Opening(source.to_iter_dataset(NO_THREADS)), token_plan))
+        begun = [next(iterator) for _ in range(3)]
+        state = iterator.get_state()
+        with pytest.raises(FileNotFoundError, match="there"):
+            iterator.set_state(state)
+        with pytest.raises(
+            sb.StateError, match="refused or failed to take, and is now at no known place: set one that it takes"
+        ):
+            next(iterator)
+        (tmp_path / "there").touch()
+        iterator.set_state(state)
+        assert sorted(numbers([*begun, *iterator])) == list(range(100))
+
     @pytest.mark.parametrize("at", [0, 37, 99])
     def test_an_interruption_loses_no_sample(self, tokens, token_plan, at):
         again = []

@@ -164,7 +164,8 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes, as planned before any is read; print it.
 
-        Rows that `absent="mask"` then leaves empty are in it too, those of all epochs that this process has read: see `masked`.
+        Rows that `absent="mask"` then leaves empty are in it too, those of all epochs that this process itself has read,
+        and none that worker processes have: see `masked`.
         """
         return replace(self.schedule.report(epoch), masked=self.masked)
 

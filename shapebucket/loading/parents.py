@@ -36,9 +36,9 @@ class Parent:
         self._lost = False
 
     def require_place(self) -> None:
-        """Raises StateError if it refused the last state."""
+        """Raises StateError if it did not take the last state."""
         if self._lost:
             raise StateError(
-                "this iterator was given a state that the data set before the loader refused, which is now at no known place: "
-                "set a state that it takes, or make another iterator with iter(dataset)"
+                "this iterator was given a state that the data set before the loader refused or failed to take, and is now at "
+                "no known place: set one that it takes, or make another iterator with iter(dataset)"
             )
