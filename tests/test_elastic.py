@@ -167,11 +167,13 @@ class TestMessages:
         with pytest.raises(sb.StateError, match=r"with seed \[1, 2\], here \[2, 1\]: its steps mean other batches"):
             other.set_state(state)
 
-    @pytest.mark.parametrize("index", [-1, 4])
-    def test_a_state_of_a_longer_data_set_is_refused(self, index):
+    def test_a_state_of_a_longer_data_set_is_refused(self):
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
-        with pytest.raises(sb.StateError, match=f"was saved after {index} elements, but the data set has 3"):
-            iterator.set_state(at(index))
+        with pytest.raises(sb.StateError, match="was saved after 4 elements, but the data set has 3"):
+            iterator.set_state(at(4))
+        for index in (-1, True):
+            with pytest.raises(sb.StateError, match="ElasticIterDataset takes the state"):
+                iterator.set_state(at(index))
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))

@@ -252,7 +252,7 @@ class _ElasticDatasetIterator(grain.DatasetIterator[_T]):
                 "same plan and lengths (their files), seed and policies"
             )
         index = state["next_index"]
-        if not 0 <= index <= self._length:
+        if index > self._length:
             raise StateError(
                 f"the state was saved after {index} elements, but the data set has {self._length}: it is not the one that the "
                 "state was saved with"
