@@ -35,7 +35,7 @@ def dispatch(quick: bool) -> list[Result]:
     batch = jax.device_put(sb.pad([], plan.buckets[0], plan))
     results = []
     for leaves in (3, 100, 500):
-        calls = 300 if leaves < 500 else 50
+        calls, rounds = (30, 51 if quick else 501) if leaves < 500 else (10, 21 if quick else 201)
         state = [jnp.zeros(()) for _ in range(leaves)]
         step = sb.CompiledStep(step_fn, plan)
         step.compile(state, sb.BATCH, progress=False)
@@ -53,7 +53,7 @@ def dispatch(quick: bool) -> list[Result]:
                 "compiled": lambda loop=loop, run=executable: loop(run),
                 "jit": lambda loop=loop, run=jitted: loop(run),
             },
-            7 if quick else 51,
+            rounds,
         )
         extra = 1e6 * (seconds["step"] - seconds["compiled"]) / calls
         results.append(result(f"step − compiled, µs a call, {leaves} leaves", extra, target=3.0, better="lower"))

@@ -183,6 +183,9 @@ class TestMessages:
         iterator = iter(sb.ElasticIterDataset(grain.MapDataset.range(3)))
         with pytest.raises(sb.StateError, match="was saved after 4 elements, but the data set has 3"):
             iterator.set_state(at(4))
+        for index in (-1, True):
+            with pytest.raises(sb.StateError, match="ElasticIterDataset takes the state"):
+                iterator.set_state(at(index))
 
     def test_it_names_itself(self):
         dataset = sb.ElasticIterDataset(grain.MapDataset.range(3), READ, workers(2))

@@ -315,7 +315,7 @@ DRIFTS = {
     "a weak counter made an int": (
         {"n": jnp.int32(0)},
         lambda state: {"n": state["n"] + 0.5},
-        "state['n']: int32[] taken, float32[] (weak) returned (dtype: a Python or numpy number, or a constant of a wider dtype",
+        "state['n']: int32[] taken, float32[] (weak) returned (dtype: an array or numpy number of a wider dtype promoted it",
     ),
     "bf16 promoted": (
         {"w": jnp.ones(2, jnp.bfloat16)},

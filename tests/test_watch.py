@@ -392,7 +392,7 @@ def test_without_a_watch_jax_says_what_changed():
     with sb.forbid_compile(), pytest.raises(sb.RecompileError) as caught:
         step(jax.device_put(ONES, ONE_DEVICE))
     assert caught.value.differences == [
-        f"of types that were traced before, so where an argument lies may be new: x: float32[3] (committed to {ONE_DEVICE})"
+        f"of types that were traced before, by a call that was refused perhaps, or with arguments that lay elsewhere: x: float32[3] (committed to {ONE_DEVICE})"
     ]
 
 

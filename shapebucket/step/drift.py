@@ -12,7 +12,7 @@ from shapebucket.step.signature import difference, spec_of
 
 _CAUSES = {
     "tree": "None became an array, a list a tuple, or a key was added: start from a state of the tree that comes back",
-    "dtype": "a Python or numpy number, or a constant of a wider dtype, promoted it: cast it back, x.astype(old.dtype)",
+    "dtype": "an array or numpy number of a wider dtype promoted it, or a Python float an integer: x.astype(old.dtype)",
     "shape": "an axis was added, dropped or grew: keep the shape, say with a fixed window or keepdims=True",
     "weak type": "it starts from a Python number: start from an array with a dtype, jnp.zeros((), jnp.float32)",
     "sharding": "XLA chose another: put the state where it stays before compile(), or give out_shardings",

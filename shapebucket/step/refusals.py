@@ -13,7 +13,7 @@ from shapebucket.step.arguments import Place, at, label_of
 from shapebucket.step.contract import Contract, Stock
 from shapebucket.step.drift import explained
 from shapebucket.step.settings import changed_settings
-from shapebucket.step.signature import difference, signature_of, specs_of
+from shapebucket.step.signature import DELETED, difference, signature_of, specs_of
 
 
 def other_place(contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SignatureError:
@@ -29,6 +29,12 @@ def other_place(contract: Contract, args: tuple[Any, ...], kwargs: dict[str, Any
 def other_arguments(found: Mapping[str, list[str]]) -> SignatureError:
     """Explains JAX's refusal of a call by the leaves that differ, which are given by argument."""
     lines = [line for each in found.values() for line in each]
+    if all(line.endswith(DELETED) for line in lines):
+        return SignatureError(
+            f"the step was given arrays that are gone:\n{explained(lines)}\n"
+            "A donated argument goes with the call: go on with what the call returned, state, loss = step(state, batch).",
+            lines,
+        )
     return SignatureError(
         "the arguments are not those that the step was compiled for; JAX would compile anew:\n"
         f"{explained(lines)}\n"

@@ -15,6 +15,7 @@ from shapebucket.buckets import ArraySpec
 from shapebucket.step.arguments import Place, label_of
 
 Signature = tuple[Any, ...]
+DELETED = "was deleted, or donated to an earlier call"
 
 
 def signature_of(batch: Any) -> Signature:
@@ -145,7 +146,7 @@ def _array_problem(leaf: Any, sharding: Any) -> str | None:
     if not isinstance(leaf, jax.Array):
         return None
     if leaf.is_deleted():
-        return "was deleted, or donated to an earlier call"
+        return DELETED
     # What is not committed to a device is put where it is needed.
     if sharding is not None and leaf.committed and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return f"{leaf.sharding} received, {sharding} expected"

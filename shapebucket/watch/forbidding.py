@@ -165,5 +165,6 @@ def _unexplained(event: CompileEvent) -> str:
     if event.signature is None:
         return "what it is called with cannot be told"
     if event.function.kind == "call" and not event.trace_seconds:  # JAX traces for all but where the arguments lie
-        return f"of types that were traced before, so where an argument lies may be new: {event.signature}"
-    return f"called with {event.signature}"
+        why = "by a call that was refused perhaps, or with arguments that lay elsewhere"
+        return f"of types that were traced before, {why}: {event.signature}"
+    return f"called with {event.signature}" if event.signature.leaves else "called without arrays"
