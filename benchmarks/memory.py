@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,19 +113,18 @@ def in_buckets(count: int, limit: float) -> Curve:
     return watch(steps(), limit, max(1, count // POINTS))
 
 
+def trained(run: Callable[..., tuple[dict, jax.Array]], state: dict, batches: Iterator[dict]) -> Iterator[object]:
+    """Takes a step a batch, and waits for it."""
+    for batch in batches:
+        state, loss = run(state, batch)
+        jax.block_until_ready(loss)
+        yield
+
+
 def in_new_shapes(count: int, limit: float) -> Curve:
     """Plain `jit`, a length that it has not seen at each step."""
     jitted = jax.jit(train_step, donate_argnames="state")
-    state = init_state()
-
-    def steps() -> Iterator[object]:
-        nonlocal state
-        for batch in shapes(count + 1):
-            state, loss = jitted(state, batch)
-            jax.block_until_ready(loss)
-            yield
-
-    return watch(steps(), limit, 1)
+    return watch(trained(jitted, init_state(), shapes(count + 1)), limit, 1)
 
 
 def with_eviction(count: int, limit: float) -> Curve:
@@ -139,14 +138,7 @@ def with_eviction(count: int, limit: float) -> Curve:
     state = init_state()
     step.compile(state, sb.BATCH, progress=False)
 
-    def steps() -> Iterator[object]:
-        nonlocal state
-        for batch in shapes(count + 8):
-            state, loss = step(state, batch)
-            jax.block_until_ready(loss)
-            yield
-
-    return watch(steps(), limit, 1)
+    return watch(trained(step, state, shapes(count + 8)), limit, 1)
 
 
 def slope(points: list[Point], field: str) -> float:

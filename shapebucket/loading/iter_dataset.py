@@ -19,6 +19,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, OverlongError, ScheduleError, StateError
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan, check_policies, is_whole
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
+from shapebucket.loading.boards import Board
 from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
 from shapebucket.padding import Checker, Leaves, Lengths, pad_rows, table
@@ -97,7 +98,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         self.overlong: Overlong = overlong
         self.checker = Checker(plan)
         self._samples = parent
-        self._board = _Board()
+        self._board = Board[LoaderReport]()
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         }
 
     def __iter__(self) -> BucketedDatasetIterator:
-        self._board = _Board()
+        self._board = Board[LoaderReport]()
         return BucketedDatasetIterator(iter(self._samples), self, self._board)
 
     def report(self) -> LoaderReport:
@@ -131,18 +132,12 @@ class BucketedIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         return self._board.report
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_board": _Board()}
+        return {**self.__dict__, "_board": Board[LoaderReport]()}
 
     def __str__(self) -> str:
         return f"BucketedIterDataset(buckets={len(self.plan)}, max_wait={self.max_wait})"
 
     __repr__ = __str__
-
-
-class _Board:
-    """Where an iterator leaves its last report, for the data set to read: so the data set does not keep the iterator alive."""
-
-    report: LoaderReport | None = None
 
 
 class _Counts:
@@ -171,7 +166,9 @@ class _Counts:
 class BucketedDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     """The iterator of a `BucketedIterDataset`; not for several threads at once, as all of Grain's, but for `report`."""
 
-    def __init__(self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset, board: _Board) -> None:
+    def __init__(
+        self, parent: grain.DatasetIterator[Any], dataset: BucketedIterDataset, board: Board[LoaderReport]
+    ) -> None:
         super().__init__(parent)
         self._source = parent
         self._parent_states = Parent(parent)

@@ -22,6 +22,7 @@ from shapebucket.buckets import BucketPlan
 from shapebucket.errors import ProcessError, ScheduleError, StateError
 from shapebucket.loader_report import check_plan, is_whole
 from shapebucket.loading._grain_private import BatchesOfPlan, connect, recorded
+from shapebucket.loading.boards import Board
 from shapebucket.loading.fingerprints import changes
 from shapebucket.loading.parents import Parent
 from shapebucket.padding import pad
@@ -110,10 +111,10 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
         self.window = int(window)
         self._batches = parent
         self._position = {_shapes(plan.batch_spec(bucket)): k for k, bucket in enumerate(plan.buckets)}
-        self._board = _Board()
+        self._board = Board[LockstepReport]()
 
     def __iter__(self) -> LockstepDatasetIterator:
-        self._board = _Board()
+        self._board = Board[LockstepReport]()
         return LockstepDatasetIterator(iter(self._batches), self, self._board)
 
     def report(self) -> LockstepReport:
@@ -178,12 +179,6 @@ class LockstepIterDataset(BatchesOfPlan, grain.IterDataset[dict[str, Any]]):
     __repr__ = __str__
 
 
-class _Board:
-    """Where an iterator leaves its last report, for the data set to read."""
-
-    report: LockstepReport | None = None
-
-
 class _Held(NamedTuple):
     """A batch that is held back: its number in the stream, and the parent's state before it."""
 
@@ -195,7 +190,9 @@ class _Held(NamedTuple):
 class LockstepDatasetIterator(grain.DatasetIterator[dict[str, Any]]):
     """The iterator of a `LockstepIterDataset`."""
 
-    def __init__(self, parent: grain.DatasetIterator[Any], dataset: LockstepIterDataset, board: _Board) -> None:
+    def __init__(
+        self, parent: grain.DatasetIterator[Any], dataset: LockstepIterDataset, board: Board[LockstepReport]
+    ) -> None:
         super().__init__(parent)
         self._source = parent
         self._parent_states = Parent(parent)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from shapebucket.errors import StepError
+from shapebucket.parameters import parameters_of, positional_of
 
 Place = int | str
 """A positional argument's index or a keyword."""
@@ -40,19 +40,17 @@ class OneOf:
         object.__setattr__(self, "values", values)
 
 
-def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Returns the parameters of a function; none where it has no signature."""
-    try:
-        return list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # not every callable has one
-        return []
+def refuse_own_names(caller: str, own: Collection[str], fn: Callable[..., Any]) -> None:
+    """Raises StepError for a step with an argument that a function which takes its arguments means for itself."""
+    if taken := sorted({each.name for each in parameters_of(fn)} & {*own}):
+        raise StepError(f"the step has an argument {taken[0]!r}, which {caller} means for itself: give it another name")
 
 
 def places_of(
     fn: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> frozenset[Place]:
     """Returns the arguments that `argnums` and `argnames` mean, each by its index and by its name, as `jax.jit` reads them."""
-    positional = _positional(fn)
+    positional = positional_of(fn)
     numbers = [argnums] if isinstance(argnums, int) else list(argnums or ())
     names = [argnames] if isinstance(argnames, str) else list(argnames or ())
     found: set[Place] = set()
@@ -67,15 +65,11 @@ def places_of(
     return frozenset(found)
 
 
-def _positional(fn: Callable[..., Any]) -> list[str]:
-    return [each.name for each in parameters_of(fn) if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-
-
 def label_of(fn: Callable[..., Any], place: Place) -> str:
     """Returns the name of an argument, for messages."""
     if isinstance(place, str):
         return place
-    names = _positional(fn)
+    names = positional_of(fn)
     return names[place] if place < len(names) else f"argument {place}"
 
 

@@ -16,10 +16,9 @@ from shapebucket.errors import SignatureError, StepError
 from shapebucket.loader_report import Overlong, is_whole
 from shapebucket.padding import pad
 from shapebucket.step import _jax_private, inference, refusals
-from shapebucket.step.arguments import at, filled, label_of, parameters_of, places_of_batch, replaced, without
+from shapebucket.step.arguments import at, filled, label_of, places_of_batch, refuse_own_names, replaced, without
 from shapebucket.step.contract import Arguments, Contract, Job, Stock, static_key, variants
 from shapebucket.step.memory import device_bytes, release
-from shapebucket.step.modules import modules_among
 from shapebucket.step.recipe import Carry, Recipe, check_budget
 from shapebucket.step.report import CompileReport, Executable
 from shapebucket.step.settings import named_settings
@@ -126,10 +125,7 @@ class CompiledStep:
             raise StepError(
                 'on_miss="compile" needs max_executables=: all of the buckets are there before the first miss'
             )
-        if taken := sorted({each.name for each in parameters_of(fn)} & {*_OWN_NAMES}):
-            raise StepError(
-                f"the step has an argument {taken[0]!r}, which compile() means for itself: give it another name"
-            )
+        refuse_own_names("compile()", _OWN_NAMES, fn)
         self.plan = plan
         self._fn = fn
         self._recipe = Recipe.of(
@@ -198,14 +194,8 @@ class CompiledStep:
         places = places_of_batch("compile()", args, kwargs)
         if threads is not None and not is_whole(threads, 1):
             raise StepError(f"compile() got threads={threads!r}; it needs a whole number of at least one")
-        with (
-            self._lock,
-            jax.disable_jit(False),
-        ):  # a program that is debugged under disable_jit() is compiled all the same
-            statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self._recipe.statics)
-            modules = modules_among(self._fn, args, kwargs, statics, self._recipe.donated)
-            if modules is not None:
-                args, kwargs, _ = modules.bind(args, kwargs)
+        with self._lock, jax.disable_jit(False):  # what is debugged under disable_jit() is compiled all the same
+            (args, kwargs), statics, modules = self._recipe.bound(args, kwargs)
             batches = {bucket: pad([], bucket, self.plan) for bucket in self.plan.buckets}
             chosen = list(variants(args, kwargs, statics))
             jobs = [Job(bucket, (batch,) * len(places), *each) for bucket, batch in batches.items() for each in chosen]
@@ -290,10 +280,7 @@ class CompiledStep:
         if stock is None:
             raise StepError("the step has no executables yet: call compile(params, BATCH) before predict()")
         contract = stock.contract
-        if taken := sorted({each.name for each in parameters_of(self._fn)} & {*_PREDICT_NAMES}):
-            raise StepError(
-                f"the step has an argument {taken[0]!r}, which predict() means for itself: give it another name"
-            )
+        refuse_own_names("predict()", _PREDICT_NAMES, self._fn)
         if len(contract.places) != 1:
             raise StepError(f"predict() is for steps of one batch, but this one takes {len(contract.places)}")
         (place_of_batch,) = contract.places

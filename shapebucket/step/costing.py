@@ -14,6 +14,7 @@ import numpy as np
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, StepError
+from shapebucket.loader_report import is_whole
 from shapebucket.padding import pad
 from shapebucket.planner.measured import MeasuredCost
 from shapebucket.step.arguments import filled, label_of, without
@@ -114,9 +115,7 @@ def _grid(plan: BucketPlan, given: Sequence[int] | Mapping[str, Sequence[int]] |
     if set(by_axis) != set(axes):
         raise StepError(f"sizes must have a list for each of the axes {axes}, but is for {tuple(by_axis)}")
     for axis, each in by_axis.items():
-        if not len(each) or any(
-            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1 for size in each
-        ):
+        if not len(each) or not all(is_whole(size, 1) for size in each):
             raise StepError(f"sizes must be whole numbers of at least 1, but those of {axis!r} are {each!r}")
     return tuple(tuple(sorted({int(size) for size in by_axis[axis]})) for axis in axes)
 

@@ -10,9 +10,9 @@ import jax
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import StepError
-from shapebucket.step.arguments import Place, filled, parameters_of, places_of_batch
+from shapebucket.step.arguments import Place, filled, places_of_batch, refuse_own_names
 from shapebucket.step.contract import Arguments, variants
-from shapebucket.step.modules import Modules, modules_among
+from shapebucket.step.modules import Modules
 from shapebucket.step.recipe import Recipe
 
 OPTIONS = (
@@ -70,18 +70,11 @@ class Probes:
         """
         if not isinstance(plan, BucketPlan):
             raise StepError(f"{caller} takes a BucketPlan after the function, but got {type(plan).__name__}")
-        for each in parameters_of(fn):
-            if each.name in (*OPTIONS, *own):
-                raise StepError(
-                    f"the step has an argument {each.name!r}, which {caller} means for itself: give it another name"
-                )
+        refuse_own_names(caller, (*OPTIONS, *own), fn)
         recipe = Recipe.of(fn, **{name: value for name, value in kwargs.items() if name in OPTIONS})
         kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         places = places_of_batch(caller, args, kwargs)
-        statics = tuple(each for each in (*range(len(args)), *kwargs) if each in recipe.statics)
-        modules = modules_among(fn, args, kwargs, statics, recipe.donated)
-        if modules is not None:
-            args, kwargs, _ = modules.bind(args, kwargs)
+        (args, kwargs), statics, modules = recipe.bound(args, kwargs)
         return cls(recipe, plan, places, statics, tuple(variants(args, kwargs, statics)), modules)
 
     def compile(self, bucket: Bucket, variant: Arguments, batch: Any = None) -> jax.stages.Compiled | None:

@@ -16,9 +16,9 @@ from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, DriftError, StepError
 from shapebucket.padding import pad
 from shapebucket.step.arguments import Place, at, filled, label_of, places_of
-from shapebucket.step.contract import Contract, Job
+from shapebucket.step.contract import Arguments, Contract, Job
 from shapebucket.step.drift import Path, Returned, explained, sharding_drift, signature_drift, weak_leaves
-from shapebucket.step.modules import Modules
+from shapebucket.step.modules import Modules, modules_among
 from shapebucket.step.report import Cost, Executable
 from shapebucket.step.signature import as_jit_reads, spec_of, specs_of
 from shapebucket.tables import progress_bars
@@ -105,6 +105,20 @@ class Recipe:
     def changes_batches(self) -> bool:
         """Whether a batch is not passed on as it comes."""
         return self.prepare is not None or self.sharding is not None
+
+    def bound(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, tuple[Place, ...], Modules | None]:
+        """Reads the arguments that are to be compiled for.
+
+        Returns:
+            The arguments with arrays in the place of modules; the places of the static ones that were given; the modules.
+        """
+        statics = tuple(place for place in (*range(len(args)), *kwargs) if place in self.statics)
+        modules = modules_among(self.fn, args, kwargs, statics, self.donated)
+        if modules is not None:
+            args, kwargs, _ = modules.bind(args, kwargs)
+        return (args, kwargs), statics, modules
 
     def jitted(self, modules: Modules | None = None) -> Any:
         """Returns the step jitted, as a function of its own: JAX keeps the executables of one function alive together."""
@@ -326,12 +340,7 @@ def check_budget(contract: Contract, made: Sequence[Executable]) -> None:
     budget = contract.memory
     over = [each for each in made if budget is not None and each.cost.peak_bytes > budget]
     if budget is not None and over:
-        listed = "\n".join(
-            f"  {each}: {each.cost.peak_bytes / 2**20:,.1f} MiB (arguments {each.cost.argument_bytes / 2**20:,.1f}, "
-            f"temporaries {each.cost.temporary_bytes / 2**20:,.1f}, outputs that replace no donated argument "
-            f"{(each.cost.output_bytes - each.cost.aliased_bytes) / 2**20:,.1f})"
-            for each in over
-        )
+        listed = "\n".join(f"  {each}: {each.cost.need}" for each in over)
         raise BudgetError(
             f"{len(over)} of {len(made)} executables need more than the {budget / 2**20:,.1f} MiB that a device may hold:\n"
             f"{listed}\nPlan with a smaller token_budget or batch_size, or let fit_batch_sizes() find it."

@@ -56,6 +56,21 @@ class Cost:
         """
         return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes + self.code_bytes
 
+    @property
+    def need(self) -> str:
+        """The peak and its parts, for messages."""
+        parts = (
+            self.peak_bytes,
+            self.argument_bytes,
+            self.temporary_bytes,
+            self.output_bytes - self.aliased_bytes,
+        )
+        peak, arguments, temporaries, outputs = (f"{size / 2**20:,.1f}" for size in parts)
+        return (
+            f"{peak} MiB (arguments {arguments}, temporaries {temporaries}, "
+            f"outputs that replace no donated argument {outputs})"
+        )
+
 
 @dataclass(eq=False)
 class Executable:

@@ -12,6 +12,7 @@ import numpy as np
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import BudgetError, StepError
+from shapebucket.loader_report import is_whole
 from shapebucket.step.memory import device_bytes, release
 from shapebucket.step.probes import Probes
 from shapebucket.step.report import Cost
@@ -269,14 +270,7 @@ def _fitted(search: _Search, bucket: Bucket, multiple: int) -> FittedBucket:
 
 def _too_large(search: _Search, least: Bucket) -> BudgetError:
     cost = search.costs[search.beyond]
-    if cost is None:
-        needs = "more than XLA finds on the device"
-    else:
-        needs = (
-            f"{cost.peak_bytes / 2**20:,.1f} MiB (arguments {cost.argument_bytes / 2**20:,.1f}, temporaries "
-            f"{cost.temporary_bytes / 2**20:,.1f}, outputs that replace no donated argument "
-            f"{(cost.output_bytes - cost.aliased_bytes) / 2**20:,.1f})"
-        )
+    needs = "more than XLA finds on the device" if cost is None else cost.need
     return BudgetError(
         f"the least batch, {least}, needs {needs}, but memory_budget is {search.budget / 2**20:,.1f} MiB: raise it, donate "
         "the state, recompute with jax.checkpoint, or cut the longest samples with max_size= of "
@@ -308,6 +302,6 @@ def _budget(given: int | None) -> int:
 
 
 def _positive(name: str, number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+    if not is_whole(number, 1):
         raise StepError(f"{name} must be a whole number of at least 1, but got {number!r}")
     return int(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
+from shapebucket.parameters import positional_of
 from shapebucket.watch.functions import function_of
 from shapebucket.watch.sharing import Shared
 from shapebucket.watch.signature import Change, Signature
@@ -191,19 +191,10 @@ def _counted(jitted: Any, fun: Callable[..., Any]) -> Any:
     if not users:  # somebody has kept the jax.jit of a watch that is over
         return jitted
     function = function_of(fun, str(getattr(fun, "__name__", "")), "", ahead=False)
-    names = _positional(fun)
+    names = positional_of(fun)
     return CountedFunction(
         jitted, [each.counts.setdefault(function.key, CallCounts(names, each.thread)) for each in users]
     )
-
-
-def _positional(fun: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that have a position and a keyword."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # not every callable has one
-        return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 @contextmanager
