@@ -144,7 +144,7 @@ class LengthHistogram:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the histogram to an `.npz` file; `load_lengths` reads it."""
         facts = {"axes": self.axes, "absent": self.absent, "layout": self.layout.to_json() if self.layout else None}
-        write_archive(path, facts, {"shapes": self.shapes, "counts": self.counts})
+        write_archive(path, facts, {"shapes": [self.shapes], "counts": [self.counts]})
 
 
 def grouped(shapes: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:

@@ -25,6 +25,7 @@ from shapebucket.layout import Layout
 
 _NPY, _PARQUET, _ARCHIVE = b"\x93NUMPY", b"PAR1", b"PK"  # what such files begin with, whatever they are called
 _LONGEST = np.iinfo(np.int32).max
+_CHUNK = 1 << 20  # rows that are checked at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,8 @@ class LengthTable:
     Attributes:
         axes: the names of the columns.
         values: int32 [N, A], in elements; a row of -1 stands for an element that the data set does not have (`None`, as
-            `grain.MapDataset.filter` leaves it). Mapped from its file, read only, where it is large.
+            `grain.MapDataset.filter` leaves it). Mapped from its file, read only, where it is large; the processes of a machine
+            share its memory, and a pickled table then holds the file's name.
         layout: the layout they were measured with, dtypes included, if they were measured.
     """
 
@@ -49,9 +51,7 @@ class LengthTable:
                 f"a table of the axes {self.axes} must be int32 [N, {len(self.axes)}], but got {values.dtype} "
                 f"{list(values.shape)}; LengthTable.of makes one from arrays"
             )
-        lowest = values.min(initial=0)
-        gone = [values[:, axis] == ABSENT for axis in range(len(self.axes))] if lowest == ABSENT else []
-        if lowest < ABSENT or any((each != gone[0]).any() for each in gone[1:]):
+        if not all(_is_sound(values[start : start + _CHUNK]) for start in range(0, len(values), _CHUNK)):
             raise LengthsError("a table holds lengths of 0 or more, or a whole row of -1 for an absent element")
 
     def __len__(self) -> int:
@@ -99,8 +99,13 @@ class LengthTable:
         return cls(tuple(axes), arrays[0][:, None] if len(arrays) == 1 else np.stack(arrays, axis=1))
 
     @classmethod
-    def concatenate(cls, tables: Iterable[LengthTable]) -> LengthTable:
+    def concatenate(cls, tables: Iterable[LengthTable], *, path: str | os.PathLike[str] | None = None) -> LengthTable:
         """Joins the tables of the parts of a data set, in their order.
+
+        Args:
+            tables: the parts; from files, say: `map(LengthTable.load, sorted(glob("lengths-*-of-00008.npz")))`.
+            path: an `.npz` file to write them to, one after the other; the table is then read from there, mapped where it is
+                large, and memory holds no more than the largest part.
 
         Raises:
             LengthsError: for none, or parts of other axes or layouts.
@@ -110,6 +115,9 @@ class LengthTable:
             raise LengthsError(
                 f"tables of the same axes and layout can be joined, at least one; got {[part.axes for part in parts]}"
             )
+        if path is not None:
+            write_archive(path, _facts(parts[0]), {"values": [part.values for part in parts]})
+            return cls.load(path)
         return cls(parts[0].axes, np.concatenate([part.values for part in parts]), parts[0].layout)
 
     def __str__(self) -> str:
@@ -117,8 +125,7 @@ class LengthTable:
 
     def save(self, path: str | os.PathLike[str], *, source: Mapping[str, Any] | None = None) -> None:
         """Writes the table to an `.npz` file, with the layout and what tells the source, JSON values."""
-        facts = {"axes": self.axes, "layout": self.layout.to_json() if self.layout else None, "source": source}
-        write_archive(path, facts, {"values": self.values})
+        write_archive(path, _facts(self, source), {"values": [self.values]})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LengthTable:
@@ -167,6 +174,18 @@ def check_axes(given: Iterable[str], axes: Sequence[str]) -> None:
     """Raises LengthsError where lengths have other axes than a layout, whatever their order."""
     if set(given) != set(axes):
         raise LengthsError(f"the lengths have the axes {tuple(given)}, but the layout has {tuple(axes)}")
+
+
+def _facts(table: LengthTable, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what a file tells of a table."""
+    return {"axes": table.axes, "layout": table.layout.to_json() if table.layout else None, "source": source}
+
+
+def _is_sound(values: npt.NDArray[np.int32]) -> bool:
+    """Whether lengths [n, A] are 0 or more, or whole rows of -1."""
+    lowest = values.min(initial=0)
+    absent = values == ABSENT if lowest == ABSENT else values[:0]
+    return bool(lowest >= ABSENT and (absent == absent[:, :1]).all())
 
 
 def _load(path: str | os.PathLike[str], columns: Sequence[str] | None) -> tuple[LengthTable | LengthHistogram, Any]:

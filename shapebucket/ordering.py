@@ -23,23 +23,24 @@ def index_dtype(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count < 2**31 else np.int64)
 
 
-def permutation(count: int, seed: int, epoch: int, *, purpose: int = 0) -> Indices:
+def permutation(count: int, seed: int, epoch: int, *, purpose: int = 0, window: int | None = None) -> Indices:
     """Returns a random order of 0, 1, …, count − 1 that depends on the arguments alone: that of raw 64-bit keys.
 
-    No two seeds (below 2¹²⁸), epochs or purposes share a stream of keys.
+    No two seeds (below 2¹²⁸), epochs, purposes or windows share a stream of keys (epochs below 2³², where there are windows).
 
     NumPy promises a stable stream for its bit generators, not for `Generator.permutation` (NEP 19); a run that resumes
     under another NumPy must see the same batches.
     """
+    key = (epoch, purpose) if window is None else (epoch, purpose, window)
     if count <= _CHUNK:
-        return _by_key(next(_keys(count, seed, epoch, purpose), np.empty(0, np.uint64)), 0).astype(index_dtype(count))
+        return _by_key(next(_keys(count, seed, key), np.empty(0, np.uint64)), 0).astype(index_dtype(count))
     counts = np.zeros(1 << _LEADING, np.int64)
-    for keys in _keys(count, seed, epoch, purpose):
+    for keys in _keys(count, seed, key):
         counts += np.bincount(_leading(keys), minlength=len(counts))
     ends = np.cumsum(counts)
     dealt, order = np.empty(count, np.uint64), np.empty(count, index_dtype(count))
     free, start = ends - counts, 0
-    for keys in _keys(count, seed, epoch, purpose):
+    for keys in _keys(count, seed, key):
         positions, places = _deal(_leading(keys), free)
         dealt[places] = keys[positions]
         order[places] = positions + start
@@ -70,10 +71,10 @@ def chunks(count: int) -> Iterator[slice]:
         yield slice(start, min(count, start + _CHUNK))
 
 
-def _keys(count: int, seed: int, epoch: int, purpose: int) -> Iterator[npt.NDArray[np.uint64]]:
+def _keys(count: int, seed: int, key: tuple[int, ...]) -> Iterator[npt.NDArray[np.uint64]]:
     # A list of both would run into each other: [5, 1] is also the words of the seed 5 + 2³², and zeros at the end count for
     # nothing. Before a spawn key, a seed is filled up to 128 bits.
-    bits = np.random.PCG64DXSM(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
+    bits = np.random.PCG64DXSM(np.random.SeedSequence(seed, spawn_key=key))
     for part in chunks(count):
         yield bits.random_raw(part.stop - part.start)
 

@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from shapebucket.buckets import Bucket, BucketPlan
 from shapebucket.errors import OverlongError, ScheduleError
+from shapebucket.histogram import ABSENT
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_policies, is_whole
-from shapebucket.ordering import by_group, chunks, index_dtype, permutation
+from shapebucket.ordering import Indices, by_group, chunks, index_dtype, permutation
 from shapebucket.processes import Shard, ShardLike
+from shapebucket.windows import Windows
 
 _ORDER = 1  # of the way from lengths and seed to batches: one more whenever the pinned orders of the tests change
 _SEEDS = 2**128
@@ -37,13 +39,18 @@ class ScheduledBatch(NamedTuple):
     indices: npt.NDArray[np.signedinteger[Any]]
 
 
-class _Epoch(NamedTuple):
-    """One epoch: batch i holds rows[starts[i] : starts[i] + counts[i]] in bucket buckets[i]."""
+class _Window(NamedTuple):
+    """A window's batches in an epoch: number first + i holds rows[starts[i] : starts[i] + counts[i]] in bucket buckets[i]."""
 
+    first: int
     rows: npt.NDArray[np.signedinteger[Any]]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     buckets: npt.NDArray[np.int64]
+
+    def holds(self, index: int) -> bool:
+        """Whether a batch of this number is among them."""
+        return self.first <= index < self.first + len(self.starts)
 
 
 class Partial(NamedTuple):
@@ -72,6 +79,10 @@ class Schedule:
 
     It is a plain sequence, over numpy alone: the batch sampler of any framework's loader. An epoch is computed when it is
     first asked for, in one pass over the samples; threads may share a schedule, and a pickled one carries no epoch.
+
+    Where an epoch of all samples takes too much memory (some 14 bytes a sample), `window=` has it computed by parts of so many
+    samples, two of which are held; the lengths may be a table that is mapped from its file (`LengthTable.load`), which all
+    processes of a machine share.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class Schedule:
         remainder: Remainder = "pad",
         overlong: Overlong = "error",
         shard: ShardLike = None,
+        window: int | None = None,
     ) -> None:
         """Plans the epochs.
 
@@ -102,6 +114,9 @@ class Schedule:
                 bucket that keeps most of it), or `"drop"`.
             shard: the part of each batch that this process makes, (index, count), dealt from batches of all of them; `"jax"`
                 for JAX's processes, as they are when the schedule is made; None for whole batches.
+            window: samples whose batches are planned together, about so many; None for all. Each window has a remainder of its
+                own: at most one partial batch a bucket. If shuffled, it is drawn once from all over the data, in blocks of up
+                to 4,096 neighbours; each epoch, windows change places, and samples within them.
 
         Raises:
             OverlongError: if a sample fits no bucket and the policy is `"error"`.
@@ -114,6 +129,8 @@ class Schedule:
             raise ScheduleError(f"the seed must be a non-negative integer below 2**128, but got {seed!r}")
         if shuffle_batches is not None and not is_whole(shuffle_batches, 1):
             raise ScheduleError(f"shuffle_batches must be a number of batches, or None, but got {shuffle_batches!r}")
+        if window is not None and not is_whole(window, 1):
+            raise ScheduleError(f"window must be a number of samples, or None for all, but got {window!r}")
         self.plan = plan
         self.shard = Shard.of(shard)
         self.own = plan.per_process(self.shard.count)
@@ -122,45 +139,60 @@ class Schedule:
         self.remainder: Remainder = remainder
         self.overlong: Overlong = overlong
         self.shuffle_batches = None if shuffle_batches is None else int(shuffle_batches)
-        bucket_of = np.empty(len(self.lengths), np.int16)
-        for part in chunks(len(bucket_of)):
-            bucket_of[part] = plan.assign(self.lengths.values[part])
-        present = self.lengths.present
-        too_long = np.flatnonzero(present & (bucket_of < 0))
-        if overlong == "error" and len(too_long):
-            first = int(too_long[0])
-            named = plan.layout.named(self.lengths.values[first])
-            raise OverlongError(named, str(plan.buckets[-1]), sample=first, count=len(too_long))
-        if overlong == "truncate":
-            bucket_of[too_long] = plan.assign(self.lengths.values[too_long], truncate=True)
-        bucket_of[~present] = -1
-        self._bucket_of = bucket_of
-        self._samples = np.zeros(len(plan), np.int64)
-        for part in chunks(len(bucket_of)):
-            self._samples += np.bincount(bucket_of[part] + 1, minlength=len(plan) + 1)[1:]
+        self.window = None if window is None else int(window)
+        self._windows = Windows(len(self.lengths), self.window, self.seed if self.shuffle else None)
+        whole = len(self._windows) == 1
+        self._bucket_of = np.empty(len(self.lengths), np.int16) if whole else None  # of windows, found when they are
+        samples = np.zeros((len(self._windows), len(plan) + 1), np.int64)  # the first column: of no bucket
+        self._absent = self._overlong_dropped = 0
+        first_overlong = None
+        for part in chunks(len(self.lengths)):
+            values = self.lengths.values[part]
+            buckets, absent = self._assigned(values), values[:, 0] == ABSENT
+            overlong_here = np.flatnonzero((buckets < 0) & ~absent)
+            if len(overlong_here) and first_overlong is None:
+                first_overlong = part.start + int(overlong_here[0])
+            self._overlong_dropped += len(overlong_here)
+            self._absent += int(absent.sum())
+            cells = self._windows.of(part).astype(np.int64) * (len(plan) + 1) + buckets + 1
+            samples += np.bincount(cells, minlength=samples.size).reshape(samples.shape)
+            if self._bucket_of is not None:
+                self._bucket_of[part] = buckets
+        if overlong == "error" and first_overlong is not None:
+            named = plan.layout.named(self.lengths.values[first_overlong])
+            largest = str(plan.buckets[-1])
+            raise OverlongError(named, largest, sample=first_overlong, count=self._overlong_dropped)
+        self._samples = samples[:, 1:]
         self._count = int(self._samples.sum())
-        kept_all = self._count == len(bucket_of)
-        self._kept = None if kept_all else np.flatnonzero(bucket_of >= 0).astype(index_dtype(len(bucket_of)))
-        self._overlong_dropped = len(too_long) if overlong == "drop" else 0
-        sizes = plan.batch_sizes
-        self._full = self._samples // sizes
-        partial = promote((self._samples % sizes).tolist(), plan)
-        self._partial = [each for each in partial if remainder == "pad" or each.rows == sizes[each.bucket]]
-        self._length = int(self._full.sum()) + len(self._partial)
+        self._batches = (self._samples // plan.batch_sizes).sum(axis=1)
+        self._batches += [len(self._partial(window)) for window in range(len(self._windows))]
+        self._length = int(self._batches.sum())
         if not self._length:
             why = f"the {self._count:,} samples fill no batch" if self._count else "it has no samples"
             raise ScheduleError(f'no batch can be made of this data: {why} (remainder="{remainder}")')
         self._forget()
 
+    def _assigned(self, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
+        """Returns the buckets of samples with lengths [N, A]; -1 for those that go to none."""
+        buckets = self.plan.assign(values, truncate=self.overlong == "truncate").astype(np.int16)
+        buckets[values[:, 0] == ABSENT] = -1
+        return buckets
+
+    def _partial(self, window: int) -> list[Partial]:
+        """Returns the partial batches of a window."""
+        sizes = self.plan.batch_sizes
+        partial = promote((self._samples[window] % sizes).tolist(), self.plan)
+        return [each for each in partial if self.remainder == "pad" or each.rows == sizes[each.bucket]]
+
     def _forget(self) -> None:
-        self._epochs: dict[
-            int, _Epoch
-        ] = {}  # two: reading ahead stands at the end of one and the beginning of the next
-        self._latest = -1  # the one that was asked for last
+        self._held: tuple[
+            _Window, ...
+        ] = ()  # two: reading ahead stands at the end of one and the beginning of the next
+        self._latest: _Window | None = None  # the one that was asked for last
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_epochs", "_latest", "_lock")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "_latest", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -174,11 +206,11 @@ class Schedule:
         """Returns a batch; an index from `len` on is one of a later epoch."""
         if index < 0:
             raise IndexError(f"a schedule has no batch {index}: indices start at 0 and run on into later epochs")
-        number, at = divmod(index, self._length)
-        epoch = self._epoch(number)
-        start = epoch.starts[at]
-        rows = epoch.rows[start : start + epoch.counts[at]]
-        return ScheduledBatch(self.own.buckets[epoch.buckets[at]], rows[self.shard.index :: self.shard.count])
+        window = self._window(index)
+        at = index - window.first
+        start = window.starts[at]
+        rows = window.rows[start : start + window.counts[at]]
+        return ScheduledBatch(self.own.buckets[window.buckets[at]], rows[self.shard.index :: self.shard.count])
 
     def __iter__(self) -> Iterator[ScheduledBatch]:
         """Yields the batches of the first epoch."""
@@ -204,6 +236,7 @@ class Schedule:
             "shuffle_batches": self.shuffle_batches,
             "remainder": self.remainder,
             "overlong": self.overlong,
+            "window": self.window,
         }
 
     @cached_property
@@ -215,82 +248,115 @@ class Schedule:
 
     def report(self, epoch: int = 0) -> LoaderReport:
         """Counts what becomes of every sample in an epoch, over all processes."""
-        this = self._epoch(epoch)
-        bucket_of_row = np.repeat(this.buckets, this.counts)
-        within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)
-        rows = this.rows[np.repeat(this.starts, this.counts) + within]
-        samples, real_elements, truncated = self.plan.tally(self.lengths.values[rows], bucket_of_row)
+        batches, samples, real_elements = np.zeros((3, len(self.plan)), np.int64)
+        truncated, index = 0, epoch * self._length
+        while index < (epoch + 1) * self._length:
+            this = self._window(index)
+            index += len(this.starts)
+            bucket_of_row = np.repeat(this.buckets, this.counts)
+            within = np.arange(this.counts.sum()) - np.repeat(np.cumsum(this.counts) - this.counts, this.counts)
+            rows = this.rows[np.repeat(this.starts, this.counts) + within]
+            of_samples, of_elements, cut = self.plan.tally(self.lengths.values[rows], bucket_of_row)
+            batches += np.bincount(this.buckets, minlength=len(self.plan))
+            samples += of_samples
+            real_elements += of_elements
+            truncated += cut
         return LoaderReport(
             plan=self.plan,
-            batches=np.bincount(this.buckets, minlength=len(self.plan)).tolist(),
-            samples=samples,
-            real_elements=real_elements,
+            batches=batches.tolist(),
+            samples=samples.tolist(),
+            real_elements=real_elements.tolist(),
             truncated=truncated,
             overlong_dropped=self._overlong_dropped,
-            remainder_dropped=self._count - len(rows),
+            remainder_dropped=self._count - int(samples.sum()),
             waiting=0,
             early=0,
-            absent=int((~self.lengths.present).sum()),
+            absent=self._absent,
         )
 
-    def _epoch(self, number: int) -> _Epoch:
-        """Returns an epoch, computed once however many threads ask; one that is there does not wait for another."""
-        held = self._epochs.get(number)
+    def _window(self, index: int) -> _Window:
+        """Returns the window of a batch, computed once however many threads ask; one that is there waits for no other."""
+        held = self._find(index)
         if held is None:
             with self._lock:
-                held = self._epochs.get(number) or self._make(number)
-        self._latest = number
+                held = self._find(index) or self._make(index)
+        self._latest = held
         return held
 
-    def _make(self, number: int) -> _Epoch:
-        """Computes an epoch, and keeps it and the one that was asked for last."""
-        latest = self._epochs.get(self._latest)
-        self._epochs = {} if latest is None else {self._latest: latest}  # before the next one takes memory
-        epoch = self._compute(number)
-        if self.shuffle_batches:
-            epoch = self._mixed(epoch, number, self.shuffle_batches)
-        self._epochs = {**self._epochs, number: epoch}
-        return epoch
+    def _find(self, index: int) -> _Window | None:
+        return next((each for each in self._held if each.holds(index)), None)
 
-    def _mixed(self, epoch: _Epoch, number: int, window: int) -> _Epoch:
-        """Returns an epoch with its batches shuffled within windows of so many."""
-        order = permutation(self._length, self.seed, number, purpose=1)
-        order = order[np.argsort(order // window, kind="stable")]
-        return _Epoch(epoch.rows, *(each[order] for each in (epoch.starts, epoch.counts, epoch.buckets)))
+    def _make(self, index: int) -> _Window:
+        """Computes the window of a batch, and keeps it and the one that was asked for last."""
+        kept = () if self._latest is None else (self._latest,)
+        self._held = kept  # before the next one takes memory
+        window = self._compute(*self._place(index))
+        self._held = (*kept, window)
+        return window
 
-    def _compute(self, number: int) -> _Epoch:
-        order = permutation(self._count, self.seed, number) if self.shuffle else np.arange(self._count)
-        order = order.astype(index_dtype(len(self._bucket_of)), copy=False)
-        if self._kept is not None:
-            order = self._kept[order]
-        arrival = by_group(self._count, lambda part: self._bucket_of[order[part]], self._samples)
-        arrival = arrival.astype(order.dtype, copy=False)
-        ends = np.cumsum(self._samples)
-        firsts = ends - self._samples
-        starts: list[npt.NDArray[np.int64]] = []
-        filled: list[npt.NDArray[np.int64]] = []
-        for k, bucket in enumerate(self.plan.buckets):
-            first = firsts[k] + np.arange(self._full[k], dtype=np.int64) * bucket.batch_size
-            starts.append(first)
-            filled.append(arrival[first + bucket.batch_size - 1])
-        rows = arrival  # in its memory: 400 MB for 10⁸ samples
-        for part in chunks(self._count):
-            rows[part] = order[arrival[part]]
-        by_time = np.argsort(np.concatenate(filled), kind="stable")
-        buckets = np.repeat(np.arange(len(self.plan), dtype=np.int64), self._full)[by_time]
-        sizes = self.plan.batch_sizes
-        leftovers = [
-            [rows[firsts[k] + self._full[k] * sizes[k] :][start:stop] for k, start, stop in each.parts]
-            for each in self._partial
-        ]
-        flat = [np.concatenate(parts) for parts in leftovers]
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """Returns the epoch and the window of a batch, and the number of that window's first batch."""
+        epoch, at = divmod(index, self._length)
+        windows = np.arange(len(self._windows))
+        if self.shuffle:
+            windows = permutation(len(windows), self.seed, epoch, purpose=2)
+        ends = np.cumsum(self._batches[windows])
+        position = int(np.searchsorted(ends, at, side="right"))
+        window = int(windows[position])
+        return epoch, window, epoch * self._length + int(ends[position] - self._batches[window])
+
+    def _random(self, count: int, epoch: int, window: int, purpose: int) -> Indices:
+        """Returns a random order of things in a window."""
+        of_window = None if len(self._windows) == 1 else window
+        return permutation(count, self.seed, epoch, purpose=purpose, window=of_window)
+
+    def _compute(self, epoch: int, window: int, first: int) -> _Window:
+        """Forms the batches of a window: the full ones in the order in which they fill, then the partial ones."""
+        rows, starts, filled = self._fill(epoch, window)
+        sizes, samples, partial = self.plan.batch_sizes, self._samples[window], self._partial(window)
+        by_time = np.argsort(filled, kind="stable")
+        buckets = np.repeat(np.arange(len(sizes), dtype=np.int64), samples // sizes)[by_time]
+        left = np.cumsum(samples) - samples % sizes  # where what fills no batch begins
+        flat = [np.concatenate([rows[left[k] + start : left[k] + stop] for k, start, stop in p.parts]) for p in partial]
         counts = np.array([len(each) for each in flat], np.int64)
-        return _Epoch(
-            rows=np.concatenate([rows, *flat]),
-            starts=np.concatenate([np.concatenate(starts)[by_time], len(rows) + np.cumsum(counts) - counts]),
-            counts=np.concatenate([sizes[buckets], counts]),
-            buckets=np.concatenate([buckets, np.array([each.bucket for each in self._partial], np.int64)]),
-        )
+        batches = [
+            np.concatenate([starts[by_time], len(rows) + np.cumsum(counts) - counts]),
+            np.concatenate([sizes[buckets], counts]),
+            np.concatenate([buckets, np.array([each.bucket for each in partial], np.int64)]),
+        ]
+        if self.shuffle_batches:
+            mixed = self._random(len(batches[0]), epoch, window, purpose=1)
+            mixed = mixed[np.argsort(mixed // self.shuffle_batches, kind="stable")]
+            batches = [each[mixed] for each in batches]
+        return _Window(first, np.concatenate([rows, *flat]), *batches)
+
+    def _fill(self, epoch: int, window: int) -> tuple[Indices, npt.NDArray[np.int64], Indices]:
+        """Deals the samples of a window to their buckets.
+
+        Returns:
+            The samples by bucket, in the order of their arrival; where each full batch starts, by bucket; and when it is full.
+        """
+        members, bucket_of = None, self._bucket_of
+        if bucket_of is None:
+            members = self._windows.members(window)
+            parts = [self._assigned(self.lengths.values[members[part]]) for part in chunks(len(members))]
+            bucket_of = np.concatenate(parts)
+        samples, sizes = self._samples[window], self.plan.batch_sizes
+        count = int(samples.sum())
+        order = self._random(count, epoch, window, purpose=0) if self.shuffle else np.arange(count)
+        order = order.astype(index_dtype(len(bucket_of)), copy=False)
+        if count < len(bucket_of):
+            order = np.flatnonzero(bucket_of >= 0).astype(order.dtype)[order]
+        arrival = by_group(count, lambda part: bucket_of[order[part]], samples).astype(order.dtype, copy=False)
+        starts = [
+            first + np.arange(full, dtype=np.int64) * size
+            for first, full, size in zip(np.cumsum(samples) - samples, samples // sizes, sizes, strict=True)
+        ]
+        filled = np.concatenate([arrival[each + size - 1] for each, size in zip(starts, sizes, strict=True)])
+        rows = arrival  # in its memory: 400 MB for 10⁸ samples
+        for part in chunks(count):
+            rows[part] = order[arrival[part]]
+        return rows if members is None else members[rows], np.concatenate(starts), filled
 
 
 def promote(rest: Sequence[int], plan: BucketPlan) -> list[Partial]:

@@ -28,5 +28,13 @@ def test_the_benchmark_runs_and_writes_its_results(path, tmp_path):
 
 
 def test_there_are_benchmarks():
-    assert {path.stem for path in BENCHMARKS} <= {"padding", "planner", "loader", "step", "memory", "end_to_end"}
+    assert {path.stem for path in BENCHMARKS} <= {
+        "padding",
+        "planner",
+        "loader",
+        "step",
+        "memory",
+        "end_to_end",
+        "scale",
+    }
     assert BENCHMARKS

@@ -1,3 +1,5 @@
+import pickle
+
 import grain
 import numpy as np
 import pyarrow
@@ -441,3 +443,49 @@ def test_several_axes_need_an_array_each():
         sb.LengthTable.of([1, 2], ["s", "t"])
     with pytest.raises(sb.LengthsError, match=r"unequal numbers of samples: \{'s': 1, 't': 2\}"):
         sb.LengthTable.of({"s": [1], "t": [1, 2]}, ["s", "t"])
+
+
+def mapped(tmp_path, count: int = 300_000):
+    values = np.random.default_rng(0).integers(0, 50, (count, 1)).astype(np.int32)
+    sb.LengthTable(("s",), values).save(tmp_path / "lengths.npz")
+    return values, sb.LengthTable.load(tmp_path / "lengths.npz")
+
+
+def test_a_mapped_table_is_pickled_as_the_name_of_its_file(tmp_path):
+    values, table = mapped(tmp_path)
+    assert isinstance(table.values, np.memmap)
+    content = pickle.dumps(table)
+    assert len(content) < 2_000
+    again = pickle.loads(content)
+    assert isinstance(again.values, np.memmap)
+    np.testing.assert_array_equal(again.values, values)
+    part = pickle.loads(pickle.dumps(table.values[5:9]))
+    np.testing.assert_array_equal(part, values[5:9])
+    schedule = sb.Schedule(table, sb.plan_buckets(table, max_buckets=2, batch_size=8), window=10_000)
+    assert len(pickle.dumps(schedule)) < 10_000
+    assert pickle.loads(pickle.dumps(schedule))[3].indices.tolist() == schedule[3].indices.tolist()
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_pickled_table_says_when_its_file_is_no_longer_the_same(tmp_path, change):
+    _, table = mapped(tmp_path)
+    (tmp_path / "lengths.npz").unlink()
+    if change == "replaced":
+        mapped(tmp_path)
+    content = pickle.dumps(table)
+    with pytest.raises(sb.LengthsError, match=r"lengths.npz' was changed or removed while it was in use"):
+        pickle.loads(content)
+
+
+def test_tables_are_joined_in_a_file(tmp_path):
+    layout = sb.Layout({"tokens": "int32[s]"})
+    values = np.random.default_rng(0).integers(0, 50, (900_000, 1)).astype(np.int32)
+    values[17] = -1
+    for number in range(3):
+        part = values[number * 300_000 : (number + 1) * 300_000]
+        sb.LengthTable(("s",), part, layout).save(tmp_path / f"lengths-{number}.npz")
+    parts = map(sb.LengthTable.load, sorted(tmp_path.glob("lengths-*.npz")))
+    table = sb.LengthTable.concatenate(parts, path=tmp_path / "lengths.npz")
+    assert isinstance(table.values, np.memmap)
+    np.testing.assert_array_equal(table.values, values)
+    assert (table.axes, table.layout, table.histogram.absent) == (("s",), layout, 1)

@@ -98,11 +98,12 @@ def test_a_fingerprint_is_of_all_that_decides_on_the_batches_and_of_nothing_else
             {"shuffle_batches": None},
             {"remainder": "drop"},
             {"overlong": "drop"},
+            {"window": 50},
         )
     ]
     others.append(sb.Schedule(LENGTHS, plan_of((4, 4), (8, 4), (16, 2)), **options))
     others.append(sb.Schedule(LENGTHS[::-1], PLAN, **options))
-    names = ["seed", "shuffle", "shuffle_batches", "remainder", "overlong", "plan", "lengths"]
+    names = ["seed", "shuffle", "shuffle_batches", "remainder", "overlong", "window", "plan", "lengths"]
     for name, other in zip(names, others, strict=True):
         assert [key for key, value in other.fingerprint.items() if value != mine.fingerprint[key]] == [name]
     assert sorted(mine.fingerprint) == sorted([*names, "order"])
@@ -232,12 +233,12 @@ def test_threads_and_pickles_see_one_order():
 
 
 class Counting(sb.Schedule):
-    """Notes which epochs are computed."""
+    """Notes which epochs and windows are computed."""
 
-    def _compute(self, number):
-        self.__dict__.setdefault("computed", []).append(number)
+    def _compute(self, number, window, first):
+        self.__dict__.setdefault("computed", []).append(number if len(self._windows) == 1 else (number, window))
         time.sleep(0.01)  # time for other threads to come
-        return super()._compute(number)
+        return super()._compute(number, window, first)
 
 
 def test_the_epoch_asked_for_last_is_kept_when_another_is_computed():
@@ -249,7 +250,7 @@ def test_the_epoch_asked_for_last_is_kept_when_another_is_computed():
     assert schedule.computed == [0, 1, 2, 1]
     for number in range(20):
         schedule[number * len(schedule)]
-        assert len(schedule._epochs) <= 2
+        assert len(schedule._held) <= 2
 
 
 def test_an_epoch_is_computed_once_however_many_threads_ask():
@@ -320,3 +321,113 @@ def test_a_schedule_is_a_sequence_of_its_first_epoch():
     schedule = sb.Schedule([1, 2, 3, 4, 5, 6, 7], plan)
     assert sorted(np.concatenate([indices for _, indices in schedule]).tolist()) == list(range(7))
     assert len(list(schedule)) == len(schedule)
+
+
+WINDOW_LENGTHS = np.random.default_rng(1).integers(0, 17, 5_000)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("window", [1, 7, 1_000, 1_100, 4_999, 5_000, 10**9])
+def test_windows_give_each_sample_once_an_epoch_and_as_many_batches_in_each(shuffle, window):
+    schedule = sb.Schedule(WINDOW_LENGTHS, PLAN, seed=2, shuffle=shuffle, window=window)
+    orders = []
+    for number in range(2):
+        batches = epoch(schedule, number)
+        indices = np.concatenate([rows for _, rows in batches])
+        assert sorted(indices.tolist()) == list(range(5_000))
+        assert all((WINDOW_LENGTHS[rows] <= bucket.sizes["s"]).all() for bucket, rows in batches)
+        orders.append(indices.tolist())
+    assert (orders[0] != orders[1]) == shuffle
+    windows = max(1, -(-5_000 // window))
+    partial = sum(len(rows) < bucket.batch_size for bucket, rows in epoch(schedule))
+    assert partial <= windows * len(PLAN)
+    assert len(schedule._held) <= 2
+    if windows == 1:
+        plain = sb.Schedule(WINDOW_LENGTHS, PLAN, seed=2, shuffle=shuffle)
+        assert orders[0] == np.concatenate([rows for _, rows in epoch(plain)]).tolist()
+
+
+def test_a_window_in_order_is_a_schedule_of_its_samples():
+    """So all that is tested of one holds of the other."""
+    schedule = sb.Schedule(WINDOW_LENGTHS, PLAN, shuffle=False, window=1_000)
+    alone = [sb.Schedule(WINDOW_LENGTHS[at : at + 1_000], PLAN, shuffle=False) for at in range(0, 5_000, 1_000)]
+    expected = [(b, (n * 1_000 + rows).tolist()) for n, each in enumerate(alone) for b, rows in each]
+    assert [(bucket, rows.tolist()) for bucket, rows in schedule] == expected
+    reports = [each.report() for each in alone]
+    found = schedule.report()
+    for name in ("batches", "samples", "real_elements"):
+        assert getattr(found, name) == tuple(np.sum([getattr(each, name) for each in reports], axis=0))
+
+
+def test_a_window_is_drawn_from_all_over_the_data_once():
+    schedule = sb.Schedule(np.ones(102_400, int), plan_of((1, 1_024)), window=10_240)
+    windows = [[], []]
+    for number, found in enumerate(windows):
+        batches = epoch(schedule, number)
+        assert len(batches) == 100
+        for start in range(0, 100, 10):
+            indices = np.concatenate([rows for _, rows in batches[start : start + 10]])
+            share = np.bincount(indices // 10_240, minlength=10)
+            assert share.min() > 700  # of 1,024 where all is even
+            assert len(np.unique(indices // 10)) == 1_024  # in blocks of 10
+            assert (np.diff(indices) == 1).sum() < 100  # which do not stay together
+            found.append(frozenset(indices.tolist()))
+    assert set(windows[0]) == set(windows[1])
+    assert windows[0] != windows[1]
+
+
+def test_windows_are_read_in_any_order_by_threads_and_pickles():
+    schedule = sb.Schedule(WINDOW_LENGTHS, PLAN, seed=1, window=500, shuffle_batches=7)
+    expected = [rows.tolist() for e in range(2) for _, rows in epoch(schedule, e)]
+    assert [schedule[np.int64(index)].indices.tolist() for index in range(len(expected))] == expected
+    fresh = pickle.loads(pickle.dumps(schedule))
+    numbers = np.random.default_rng(0).permutation(len(expected))[:400].tolist()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda index: fresh[index].indices.tolist(), numbers))
+    assert found == [expected[index] for index in numbers]
+
+
+def test_a_window_is_computed_once_in_a_pass():
+    schedule = Counting(WINDOW_LENGTHS, PLAN, window=1_000)
+    for index in range(2 * len(schedule)):
+        schedule[index]
+        schedule[min(index + 10, 2 * len(schedule) - 1)]  # read ahead
+    assert len(schedule.computed) == len(set(schedule.computed)) == 10
+    assert [number for number, _ in schedule.computed] == [0] * 5 + [1] * 5
+
+
+def test_policies_and_absent_elements_count_over_all_windows():
+    values = np.where(np.arange(5_000) % 10 == 3, -1, WINDOW_LENGTHS).astype(np.int32)[:, None]
+    values[7::100] = 40
+    table = sb.LengthTable(("s",), values)
+    with pytest.raises(
+        sb.OverlongError, match=r"sample 7 with lengths .*\(50 samples fit no bucket; this is the first\)"
+    ):
+        sb.Schedule(table, PLAN, window=600)
+    for overlong, remainder in itertools.product(("drop", "truncate"), ("pad", "drop")):
+        whole, parts = (
+            sb.Schedule(table, PLAN, overlong=overlong, remainder=remainder, window=window) for window in (None, 600)
+        )
+        report = parts.report(1)
+        assert (report.absent, report.overlong_dropped) == (500, 50 if overlong == "drop" else 0)
+        assert report.seen == whole.report().seen == (5_000 - 500)
+        assert (report.remainder_dropped > 0) == (remainder == "drop")
+        if remainder == "pad":
+            assert report.truncated == (50 if overlong == "truncate" else 0)
+        taken = np.concatenate([rows for _, rows in parts])
+        assert len(set(taken.tolist())) == len(taken) == sum(report.samples)
+        assert values[taken].min() >= 0
+
+
+def test_the_order_of_windows_is_pinned_too():
+    schedule = sb.Schedule([1] * 9, plan_of((1, 1)), seed=3, window=3)
+    found = [[int(schedule[e * 9 + i].indices[0]) for i in range(9)] for e in (0, 1)]
+    assert found == [[0, 7, 3, 4, 8, 1, 2, 5, 6], [7, 3, 0, 4, 8, 1, 6, 5, 2]]
+
+
+@pytest.mark.parametrize("window", [0, True, 1.5, "all"])
+def test_a_window_is_a_number_of_samples(window):
+    with pytest.raises(
+        sb.ScheduleError, match=f"window must be a number of samples, or None for all, but got {window!r}"
+    ):
+        sb.Schedule([1], PLAN, window=window)

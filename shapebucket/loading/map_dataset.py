@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shapebucket.buckets import BucketPlan
 from shapebucket.errors import LayoutError, ScheduleError
+from shapebucket.histogram import ABSENT
 from shapebucket.lengths import LengthTable
 from shapebucket.loader_report import LoaderReport, Overlong, Remainder, check_plan
 from shapebucket.loading._grain_private import BatchesOfPlan, recorded
@@ -26,6 +27,7 @@ from shapebucket.schedule import Schedule
 
 Absent = Literal["error", "mask"]
 _PROBES = 8
+_NEAR = 1 << 16  # elements that are looked through for one that is there
 
 
 class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
@@ -52,6 +54,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
         overlong: Overlong = "error",
         absent: Absent = "error",
         shard: ShardLike = None,
+        window: int | None = None,
     ) -> None:
         """Plans the epochs; reads a few samples, to warn if they have not the given lengths in a second epoch.
 
@@ -70,6 +73,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             shard: the rows of each batch that this process makes, (index, count), or `"jax"` for JAX's processes. A bucket's
                 batch size is that of all processes together. Must be given where several JAX processes run; `(0, 1)`
                 for whole batches.
+            window: samples whose batches are planned together, for data sets of very many; see `Schedule`.
 
         Raises:
             OverlongError: if a sample fits no bucket and the policy is `"error"`.
@@ -102,6 +106,7 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
             remainder=remainder,
             overlong=overlong,
             shard=shard,
+            window=window,
         )
         self.emitted = self.schedule.own  # of the batches that this process makes
         self.absent: Absent = absent
@@ -117,8 +122,12 @@ class BucketedMapDataset(BatchesOfPlan, grain.MapDataset[dict[str, Any]]):
 
     def _probe(self) -> None:
         """Reads a few samples of the second epoch, to warn of a data set whose order changes before an epoch is lost."""
-        present = np.flatnonzero(self.schedule.lengths.present)
-        for index in present[evenly(len(present), _PROBES)].tolist():
+        values = self.schedule.lengths.values
+        for start in evenly(len(values), _PROBES):
+            there = np.flatnonzero(values[start : start + _NEAR, 0] != ABSENT)
+            if not len(there):
+                continue
+            index = start + int(there[0])
             try:
                 self._rows(np.array([index]), len(self._samples))
             except IndexError:
