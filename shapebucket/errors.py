@@ -31,10 +31,10 @@ class LayoutError(ShapebucketError, ValueError):
 
     Attributes:
         path: the leaf's path, such as `"image/pixels"`; empty where no single leaf is at fault.
-        sample: the sample's index in its data set, where known.
+        sample: the sample's index in its data set, or (shard, index in the shard), where known.
     """
 
-    def __init__(self, problem: str, *, path: str = "", sample: int | None = None) -> None:
+    def __init__(self, problem: str, *, path: str = "", sample: int | tuple[int, int] | None = None) -> None:
         self.problem = problem
         self.path = path
         self.sample = sample
@@ -42,7 +42,7 @@ class LayoutError(ShapebucketError, ValueError):
         where += [f"feature {path!r}"] if path else []
         super().__init__(f"{', '.join(where)}: {problem}" if where else problem)
 
-    def at(self, sample: int) -> LayoutError:
+    def at(self, sample: int | tuple[int, int] | None) -> LayoutError:
         """Returns the same error with the sample's index in it."""
         return LayoutError(self.problem, path=self.path, sample=sample)
 

@@ -8,7 +8,7 @@ import os
 import threading
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -38,19 +38,17 @@ def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
         new.unlink(missing_ok=True)
 
 
-def write_archive(path: str | os.PathLike[str], facts: Mapping[str, Any], arrays: Parts) -> None:
-    """Writes an archive to a file that is whole or not there; see `write_archive_to`."""
-    with replacing(path) as file:
-        write_archive_to(file, facts, arrays)
-
-
-def write_archive_to(file: IO[bytes], facts: Mapping[str, Any], arrays: Parts) -> None:
+def write_archive(target: str | os.PathLike[str] | IO[bytes], facts: Mapping[str, Any], arrays: Parts) -> None:
     """Writes arrays and facts about them, JSON values, as an `.npz` file; large arrays uncompressed, to be mapped.
 
-    Each array is given in parts of one dtype, which are joined along their first dimension.
+    Args:
+        target: a path, where the file is whole or not there; or an open file.
+        facts: JSON values.
+        arrays: each in parts of one dtype, which are joined along their first dimension.
     """
     # not np.savez: it cannot mix compressed and plain members; the first array begins at an aligned place
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    opened = replacing(target) if isinstance(target, str | os.PathLike) else nullcontext(target)
+    with opened as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, parts in {**arrays, _FACTS: [np.array([json.dumps(facts)])]}.items():
             member = zipfile.ZipInfo(f"{name}.npy")
             large = sum(part.nbytes for part in parts) >= _MAPPED

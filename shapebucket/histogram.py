@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -141,8 +141,8 @@ class LengthHistogram:
         rows = [[axis, *(f"{round(fact[name], 1):,}" for name in names)] for axis, fact in facts]
         return render(title, ["axis", *names], rows, text=1)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the histogram to an `.npz` file; `load_lengths` reads it."""
+    def save(self, path: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Writes the histogram to an `.npz` file, by path or open; `load_lengths` reads it."""
         facts = {"axes": self.axes, "absent": self.absent, "layout": self.layout.to_json() if self.layout else None}
         write_archive(path, facts, {"shapes": [self.shapes], "counts": [self.counts]})
 

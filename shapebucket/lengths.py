@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -123,8 +123,8 @@ class LengthTable:
     def __str__(self) -> str:
         return str(self.histogram)
 
-    def save(self, path: str | os.PathLike[str], *, source: Mapping[str, Any] | None = None) -> None:
-        """Writes the table to an `.npz` file, with the layout and what tells the source, JSON values."""
+    def save(self, path: str | os.PathLike[str] | IO[bytes], *, source: Mapping[str, Any] | None = None) -> None:
+        """Writes the table to an `.npz` file, by path or open, with the layout and what tells the source, JSON values."""
         write_archive(path, _facts(self, source), {"values": [self.values]})
 
     @classmethod

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,18 +16,16 @@ import numpy.typing as npt
 
 from shapebucket.errors import LayoutError, LengthsError
 from shapebucket.flags import mark_flags_parsed
-from shapebucket.histogram import ABSENT
 from shapebucket.layout import Layout, Tree
 from shapebucket.lengths import LengthTable
-from shapebucket.sampling import has_random_access, some
+from shapebucket.ruler import LengthFn, Rows, Ruler
+from shapebucket.sampling import has_random_access, note_reading, read_range, some
 from shapebucket.tables import track
 
-LengthFn = Callable[[Any], "int | Sequence[int] | Mapping[str, int]"]
 _CHUNK = 256  # samples that are read at once
 _INFERRED_FROM = 256
 _PROBES = 16
 _SAVE_EVERY = 30.0  # seconds
-_Rows = npt.NDArray[np.int32]
 
 
 def measure(
@@ -113,61 +109,7 @@ def measure(
     return table if keep is None else keep.save(table)
 
 
-@dataclass(frozen=True)
-class _Ruler:
-    """How the lengths of a sample are taken; pickled for worker processes.
-
-    Attributes:
-        layout: which axes vary, with dtypes; None where `length_fn` alone says.
-        axes: their names.
-        length_fn: gives the lengths in place of the layout, if not None.
-    """
-
-    layout: Layout | None
-    axes: tuple[str, ...]
-    length_fn: LengthFn | None
-
-    def rows(self, samples: Iterable[Any], first: int) -> _Rows:
-        """Returns the lengths of samples, int32 [n, A], of which the first has the given index."""
-        found = [self._row(sample, index) for index, sample in enumerate(samples, start=first)]
-        return np.array(found, np.int32).reshape(-1, len(self.axes))
-
-    def _row(self, sample: Any, index: int) -> tuple[int, ...]:
-        if sample is None:
-            return (ABSENT,) * len(self.axes)
-        if self.length_fn is None:
-            try:
-                return cast(Layout, self.layout).lengths(sample)
-            except LayoutError as error:
-                raise error.at(index) from None
-        try:
-            given = self.length_fn(sample)
-        except Exception as error:
-            error.add_note(f"shapebucket: while length_fn took the lengths of sample {index}")
-            raise
-        lengths = list(given) if isinstance(given, Sequence) else [given]
-        if isinstance(given, Mapping):
-            if set(given) != set(self.axes):
-                raise LengthsError(f"length_fn gave {given!r} for sample {index}, but the axes are {self.axes}")
-            lengths = [given[axis] for axis in self.axes]
-        try:
-            row = tuple(map(operator.index, cast(Any, lengths)))
-        except TypeError:
-            row = ()
-        if len(row) != len(self.axes) or min(row) < 0 or max(row) > np.iinfo(np.int32).max:
-            raise LengthsError(
-                f"length_fn gave {given!r} for sample {index}: a whole number from 0 to 2³¹ − 1 is needed for each of the "
-                f"axes {self.axes}"
-            )
-        return row
-
-    def table(self, parts: Sequence[_Rows]) -> LengthTable:
-        """Makes a table of lengths."""
-        empty = np.empty((0, len(self.axes)), np.int32)
-        return LengthTable(self.axes, np.concatenate([empty, *parts]), self.layout)
-
-
-def _ruler(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tuple[Any, _Ruler]:
+def _ruler(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> tuple[Any, Ruler]:
     """Decides how lengths are taken, from the first samples; returns the data set with what was taken from it put back."""
     head: list[Any] = []
     if isinstance(dataset, Iterator):
@@ -176,10 +118,10 @@ def _ruler(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> t
     if length_fn is not None:
         if layout is not None:
             layout.require_axes()
-            return dataset, _Ruler(layout, layout.axes, length_fn)
+            return dataset, Ruler(layout, layout.axes, length_fn)
         given = next((length_fn(sample) for sample in _first(head, dataset) if sample is not None), 0)
         axes = tuple(given) if isinstance(given, Mapping) else ("s",)
-        return dataset, _Ruler(None, axes, length_fn)
+        return dataset, Ruler(None, axes, length_fn)
     if layout is None:
         layout = Layout.infer(cast(Sequence[Tree], head or dataset), samples=_INFERRED_FROM)
     layout.require_axes()
@@ -191,7 +133,7 @@ def _ruler(dataset: Any, layout: Layout | None, length_fn: LengthFn | None) -> t
                 except LayoutError as error:
                     raise error.at(index) from None
                 break
-    return dataset, _Ruler(layout, layout.axes, None)
+    return dataset, Ruler(layout, layout.axes, None)
 
 
 def _first(head: list[Any], dataset: Any) -> Iterable[Any]:
@@ -204,7 +146,7 @@ def _first(head: list[Any], dataset: Any) -> Iterable[Any]:
 class _Keep:
     """The files that lengths are kept in, and what tells the data set that they are of."""
 
-    def __init__(self, path: Path, dataset: Any, total: int | None, ruler: _Ruler) -> None:
+    def __init__(self, path: Path, dataset: Any, total: int | None, ruler: Ruler) -> None:
         if isinstance(dataset, Iterator):
             raise LengthsError(
                 "an iterator cannot be told from another: give path with a data set that can be read again"
@@ -241,7 +183,7 @@ class _Keep:
             )
         return table
 
-    def save_part(self, parts: list[_Rows], ruler: _Ruler, *, now: bool = False) -> None:
+    def save_part(self, parts: list[Rows], ruler: Ruler, *, now: bool = False) -> None:
         """Writes what there is, twice a minute."""
         if now or time.monotonic() - self._saved > _SAVE_EVERY:
             parts[:] = [np.concatenate(parts)] if parts else []
@@ -255,7 +197,7 @@ class _Keep:
         return LengthTable.load(self.path)
 
 
-def _content(dataset: Any, ruler: _Ruler) -> str:
+def _content(dataset: Any, ruler: Ruler) -> str:
     """Returns a hash of a few samples and their lengths: evenly spaced, or the first ones of an iterable."""
     digest = hashlib.sha256()
     for index, sample in some(dataset, _PROBES):
@@ -318,7 +260,7 @@ def _check_workers(workers: int, dataset: Any) -> None:
         )
 
 
-def _rows(dataset: Any, ruler: _Ruler, total: int | None, first: int, workers: int) -> Generator[_Rows]:
+def _rows(dataset: Any, ruler: Ruler, total: int | None, first: int, workers: int) -> Generator[Rows]:
     """Yields the lengths of the elements from the first on, in order."""
     if workers and total is not None:
         yield from _in_processes(dataset, ruler, range(first, total, _CHUNK), total, workers)
@@ -327,14 +269,14 @@ def _rows(dataset: Any, ruler: _Ruler, total: int | None, first: int, workers: i
             yield ruler.rows(samples, at)
 
 
-def _in_processes(dataset: Any, ruler: _Ruler, starts: range, total: int, workers: int) -> Generator[_Rows]:
+def _in_processes(dataset: Any, ruler: Ruler, starts: range, total: int, workers: int) -> Generator[Rows]:
     """Yields the lengths chunk by chunk, read by Grain's worker processes."""
     import grain
 
     mark_flags_parsed()
 
-    def read(start: int) -> _Rows:
-        return ruler.rows(_read(dataset, start, min(_CHUNK, total - start)), start)
+    def read(start: int) -> Rows:
+        return ruler.rows(read_range(dataset, start, min(_CHUNK, total - start)), start)
 
     chunks = grain.MapDataset.source(starts).map(read)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -350,7 +292,7 @@ def _chunks(dataset: Any, first: int) -> Iterator[tuple[int, list[Any]]]:
     if has_random_access(dataset):
         total = len(dataset)
         for start in range(first, total, _CHUNK):
-            yield start, _read(dataset, start, min(_CHUNK, total - start))
+            yield start, read_range(dataset, start, min(_CHUNK, total - start))
         return
     elements, at = iter(dataset), 0
     while chunk := _take(elements, at, _CHUNK):
@@ -365,30 +307,6 @@ def _take(elements: Iterator[Any], at: int, count: int) -> list[Any]:
     try:
         taken.extend(itertools.islice(elements, count))
     except Exception as error:
-        _note(error, at + len(taken), 1)
+        note_reading(error, at + len(taken), 1)
         raise
     return taken
-
-
-def _read(dataset: Any, start: int, count: int) -> list[Any]:
-    """Reads elements by index, all at once if the data set can."""
-    at, reading = start, count
-    try:
-        if hasattr(dataset, "__getitems__"):
-            found = dataset.__getitems__(list(range(start, start + count)))
-            if len(found) != count:
-                raise LengthsError(f"__getitems__ of the data set gave {len(found)} elements for {count} indices")
-            return found
-        reading = 1
-        elements: list[Any] = []
-        for at in range(start, start + count):
-            elements.append(dataset[at])
-        return elements
-    except Exception as error:
-        _note(error, at, reading)
-        raise
-
-
-def _note(error: Exception, at: int, count: int) -> None:
-    which = f"sample {at}" if count == 1 else f"the samples {at} to {at + count - 1}"
-    error.add_note(f"shapebucket: while measure() read {which}")

@@ -1,4 +1,4 @@
-"""Looking at a few samples of a data set."""
+"""Reading samples of a data set: a few, or a range of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from shapebucket.errors import LengthsError
 
 
 def has_random_access(dataset: Any) -> bool:
@@ -26,3 +28,28 @@ def some(dataset: Any, count: int) -> Iterator[tuple[int, Any]]:
         return enumerate(itertools.islice(iter(dataset), count))
     length = len(dataset)
     return ((index, dataset[index]) for index in evenly(count if length >= sys.maxsize else length, count))
+
+
+def read_range(dataset: Any, start: int, count: int) -> list[Any]:
+    """Reads elements by index, all at once if the data set can."""
+    at, reading = start, count
+    try:
+        if hasattr(dataset, "__getitems__"):
+            found = dataset.__getitems__(list(range(start, start + count)))
+            if len(found) != count:
+                raise LengthsError(f"__getitems__ of the data set gave {len(found)} elements for {count} indices")
+            return found
+        reading = 1
+        elements: list[Any] = []
+        for at in range(start, start + count):
+            elements.append(dataset[at])
+        return elements
+    except Exception as error:
+        note_reading(error, at, reading)
+        raise
+
+
+def note_reading(error: Exception, at: int, count: int) -> None:
+    """Adds to an error which samples were being read."""
+    which = f"sample {at}" if count == 1 else f"the samples {at} to {at + count - 1}"
+    error.add_note(f"shapebucket: while measure() read {which}")
