@@ -1,11 +1,12 @@
 # make demo: install into .venv and run the demo.  make test: install and run lint, types and tests.
+# make docs: build the pages and the API into site/.
 # PYTHON and VENV choose another interpreter and folder: make test PYTHON=python3.12 VENV=.venv312
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= --out shapebucket-demo
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint types quick clean
+.PHONY: demo test lint types quick docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shapebucket demo $(DEMO)
@@ -23,6 +24,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	PATH="$(abspath $(BIN)):$$PATH" pyright
 
+docs: $(VENV)/.dev
+	$(BIN)/python -m mkdocs build --strict
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("shapebucket needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +37,4 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist shapebucket-demo
+	rm -rf $(VENV) build dist site shapebucket-demo
