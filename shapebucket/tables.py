@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def mebibytes(size: float) -> str:
+    """Writes a number of bytes in MiB, small ones with the digits that tell them from 0."""
+    return f"{size / 2**20:,.1f}" if size >= 2**20 or not size else f"{size / 2**20:.2g}"
+
+
 def render(
     title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None, text: int = 0
 ) -> str:

@@ -99,7 +99,7 @@ def test_the_rows_have_a_limit():
     assert fit.plan.batch_sizes.tolist() == [999]
     assert fit.buckets[0].next_peak_bytes is None
     assert fit.compiles <= 4
-    assert str(fit).splitlines()[-1].split() == ["[999", "×", "s=8]", "0.0", "0.8%", "–", "4"]
+    assert str(fit).splitlines()[-1].split() == ["[999", "×", "s=8]", "0.0078", "0.8%", "–", "4"]
 
 
 def test_the_options_of_the_step_are_heeded():
@@ -155,9 +155,9 @@ def test_a_bucket_of_which_no_batch_fits_is_named():
     with pytest.raises(sb.BudgetError) as caught:
         sb.fit_batch_sizes(attention, plan_of(8, 256, rows=4, multiple=2), 300_000, STATE, sb.BATCH, progress=False)
     assert caught.match(
-        r"^the least batch, \[2 × s=256\], needs \d\.\d MiB \(arguments 0\.0, temporaries \d\.\d, outputs "
+        r"^the least batch, \[2 × s=256\], needs [\d.]+ MiB \(arguments 0\.0\d+, temporaries [\d.]+, outputs "
     )
-    assert caught.match(r"but memory_budget is 0\.3 MiB: raise it, donate the state, recompute with jax\.checkpoint")
+    assert caught.match(r"but memory_budget is 0\.29 MiB: raise it, donate the state, recompute with jax\.checkpoint")
     assert caught.match(r"A batch is a multiple of the plan's batch_multiple_of, 2$")
 
 

@@ -531,7 +531,7 @@ def test_counted_calls_weigh_the_shapes():
     report = diagnosis.function("train_step")
     assert report.calls == 7
     assert report.summary == (
-        "train_step compiled 5 times; 3 because batch['src'] axis 1 took 4 values (3, 5, 7, 9), and 1 other with it; "
+        "train_step compiled 5 times; 3 because batch['src'] axis 1 took 4 values (3, 5, 7, 9), and batch['src_mask'] with it; "
         "2 buckets would compile 2 times with 18.9% padding (over 7 calls): src=5 tgt=4, src=9 tgt=9"
     )
 

@@ -32,8 +32,8 @@ CAUSES = {
     "before the call, or what the function returns",
     "prng_impl": "dropout compiled 2 times; 1 because key was key<fry>, then key<rbg>; use one PRNG implementation for all "
     "keys",
-    "shapes_vary": "train_step compiled 14 times; 13 because batch['tokens'] axis 1 took 14 values (17..39), and 1 other with "
-    "it; 7 buckets would compile 7 times with 1.7% padding (over 30 calls): tokens = 17, 23, 29, 32, 35, 37, 39",
+    "shapes_vary": "train_step compiled 14 times; 13 because batch['tokens'] axis 1 took 14 values (17..39), and batch['mask'] "
+    "with it; 7 buckets would compile 7 times with 1.7% padding (over 30 calls): tokens = 17, 23, 29, 32, 35, 37, 39",
     "sharding_two_ways": "train_step compiled 2 times; 1 because state['w'] lay elsewhere: committed to {device}, then "
     "NamedSharding(mesh(data=1), {spec}), the same spelled otherwise; put it with one jax.device_put on one sharding before "
     "the first call",

@@ -21,7 +21,7 @@ from shapebucket.step.drift import Path, Returned, explained, sharding_drift, si
 from shapebucket.step.modules import Modules, modules_among
 from shapebucket.step.report import Cost, Executable
 from shapebucket.step.signature import as_jit_reads, spec_of, specs_of
-from shapebucket.tables import progress_bars
+from shapebucket.tables import mebibytes, progress_bars
 
 Carry = str | Sequence[str] | Mapping[str, int | str | Path]
 """Names of arguments, or these with where each comes back."""
@@ -342,7 +342,7 @@ def check_budget(contract: Contract, made: Sequence[Executable]) -> None:
     if budget is not None and over:
         listed = "\n".join(f"  {each}: {each.cost.need}" for each in over)
         raise BudgetError(
-            f"{len(over)} of {len(made)} executables need more than the {budget / 2**20:,.1f} MiB that a device may hold:\n"
+            f"{len(over)} of {len(made)} executables need more than the {mebibytes(budget)} MiB that a device may hold:\n"
             f"{listed}\nPlan with a smaller token_budget or batch_size, or let fit_batch_sizes() find it."
         )
 

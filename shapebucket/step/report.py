@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shapebucket.buckets import Bucket
-from shapebucket.tables import render
+from shapebucket.tables import mebibytes, render
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cost:
             self.temporary_bytes,
             self.output_bytes - self.aliased_bytes,
         )
-        peak, arguments, temporaries, outputs = (f"{size / 2**20:,.1f}" for size in parts)
+        peak, arguments, temporaries, outputs = map(mebibytes, parts)
         return (
             f"{peak} MiB (arguments {arguments}, temporaries {temporaries}, "
             f"outputs that replace no donated argument {outputs})"
@@ -155,25 +155,16 @@ class CompileReport:
                 str(each),
                 f"{each.seconds:.2f}",
                 "–" if each.cost.flops is None else f"{each.cost.flops:.3g}",
-                *(
-                    f"{size / 2**20:,.1f}"
-                    for size in (
-                        each.cost.argument_bytes,
-                        each.cost.temporary_bytes,
-                        each.cost.output_bytes,
-                        each.cost.peak_bytes,
-                    )
-                ),
+                mebibytes(each.cost.argument_bytes),
+                mebibytes(each.cost.temporary_bytes),
+                mebibytes(each.cost.output_bytes),
+                mebibytes(each.cost.peak_bytes),
             ]
             for each in self.executables
         ]
         header = ["bucket", "seconds", "flops", "arguments MiB", "temporaries", "outputs", "peak"]
         peak = max((each.cost.peak_bytes for each in self.executables), default=0)
-        of = (
-            ""
-            if self.budget_bytes is None
-            else f" of {self.budget_bytes / 2**20:,.1f} ({peak / self.budget_bytes:.0%})"
-        )
-        caption = "\n".join([f"the most that a device holds in a step: {peak / 2**20:,.1f} MiB{of}", *self.notes])
+        of = "" if self.budget_bytes is None else f" of {mebibytes(self.budget_bytes)} ({peak / self.budget_bytes:.0%})"
+        caption = "\n".join([f"the most that a device holds in a step: {mebibytes(peak)} MiB{of}", *self.notes])
         title = f"{len(rows)} executables compiled in {self.wall_seconds:.1f} s"
         return render(title, header, rows, caption=caption, text=1)

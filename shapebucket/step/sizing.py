@@ -16,7 +16,7 @@ from shapebucket.loader_report import is_whole
 from shapebucket.step.memory import device_bytes, release
 from shapebucket.step.probes import Probes
 from shapebucket.step.report import Cost
-from shapebucket.tables import progress_bars, render
+from shapebucket.tables import mebibytes, progress_bars, render
 
 _OWN_NAMES = ("max_batch_size", "progress")
 _MOST_ROWS = 1 << 20
@@ -65,7 +65,7 @@ class BatchSizeFit:
         rows = [
             [
                 str(each.bucket),
-                f"{each.peak_bytes / 2**20:,.1f}",
+                mebibytes(each.peak_bytes),
                 f"{each.peak_bytes / self.budget_bytes:.1%}",
                 "–" if each.next_peak_bytes is None else f"{each.next_peak_bytes / self.budget_bytes:.1%}",
                 str(each.compiles),
@@ -74,7 +74,7 @@ class BatchSizeFit:
         ]
         multiple = self.plan.batch_multiple_of
         more = f"with {multiple} more row{'s' * (multiple > 1)}"
-        title = f"batch sizes for {self.budget_bytes / 2**20:,.1f} MiB a device, found in {self.compiles} compiles"
+        title = f"batch sizes for {mebibytes(self.budget_bytes)} MiB a device, found in {self.compiles} compiles"
         return render(title, ["bucket", "peak MiB", "of the budget", more, "compiles"], rows, text=1)
 
 
@@ -272,7 +272,7 @@ def _too_large(search: _Search, least: Bucket) -> BudgetError:
     cost = search.costs[search.beyond]
     needs = "more than XLA finds on the device" if cost is None else cost.need
     return BudgetError(
-        f"the least batch, {least}, needs {needs}, but memory_budget is {search.budget / 2**20:,.1f} MiB: raise it, donate "
+        f"the least batch, {least}, needs {needs}, but memory_budget is {mebibytes(search.budget)} MiB: raise it, donate "
         "the state, recompute with jax.checkpoint, or cut the longest samples with max_size= of "
         f"plan_buckets. A batch is a multiple of the plan's batch_multiple_of, {least.batch_size}"
     )

@@ -94,10 +94,11 @@ def _cause(
             remedy = f"if it is made in a loop, {remedy}"
     if kind == "dtype" and any(value.startswith("key<") for value in values):
         remedy = "use one PRNG implementation for all keys"
-    others = len({place for place, _ in places}) - 1
+    others = sorted({place for place, _ in places} - {path})
     remedy = _REMEDIES_BY_FUNCTION.get(events[0].function.kind, remedy)
     if others:
-        text += f", and {others} other{'s' if others > 1 else ''} with it"
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        text += f", and {others[0]}{more} with it"
     return Cause(kind, len(numbers), path, axis, values, prefix + text, remedy)
 
 

@@ -45,6 +45,9 @@ class CompileCounter:
     ) -> None:
         end_listening(jax.monitoring.unregister_event_duration_listener, self._on_event)
 
+    def __repr__(self) -> str:
+        return f"CompileCounter(count={self.count}, seconds={self.seconds:.2f}, by_function={dict(self.by_function)})"
+
     def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == COMPILE_EVENT:
             with self._lock:

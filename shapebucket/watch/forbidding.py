@@ -140,12 +140,12 @@ def _error(event: CompileEvent, explained: Iterable[str]) -> RecompileError:
     lines = [str(change) for change in event.changes if change.kind not in ("unknown", "function")]
     if any(change.kind == "function" for change in event.changes):
         lines.insert(0, f"it is {event.changes[0]}: if it is made anew in a loop, jit it once, outside")
+    cure = "Pad or cast to what was compiled before, compile" if lines else "Compile"
     lines = lines or _jax_says(name, explained) or [_unexplained(event)]
     listed = "\n".join(f"  {line}" for line in lines)
     return RecompileError(
         f"{name} compiles anew at {event.caller}, where forbid_compile() allows none:\n{listed}\n"
-        "Pad or cast to what was compiled before, compile this before the context, or name the function in "
-        f"allow=[{name!r}].",
+        f"{cure} this before the context, or name the function in allow=[{name!r}].",
         name,
         lines,
     )
